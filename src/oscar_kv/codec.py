@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .errors import OscarError
 from .layout import PAGE, PageLayout, read_pages, write_pages
 from .quantizer import ErrorWeight, Quantised, quantise
 from .recipe import Recipe
@@ -54,8 +55,13 @@ class LayerCodec:
         return kq, vq
 
     def encode(self, k: Tensor, v: Tensor) -> Tensor:
-        """Raw rows of whole pages [pages, heads, 64, d] → uint8 [pages, heads, page_bytes]."""
-        assert k.shape[-2] == PAGE and v.shape[-2] == PAGE, "the codec works on whole pages of 64 rows"
+        """Raw rows of whole pages [pages, heads, 64, d] → uint8 [pages, heads, page_bytes]. OscarError on others."""
+        for name, x, d in (("k", k, self.layout.k_dim), ("v", v, self.layout.v_dim)):
+            if x.ndim != 4 or tuple(x.shape) != (k.shape[0], self.num_kv_heads, PAGE, d):
+                raise OscarError(
+                    f"{name} has shape {tuple(x.shape)}, the codec takes whole pages "
+                    f"[pages, {self.num_kv_heads}, {PAGE}, {d}]"
+                )
         out = torch.empty(*k.shape[:2], self.layout.page_bytes, dtype=torch.uint8, device=k.device)
         for i in range(0, k.shape[0], _PAGES_A_CALL):
             part = slice(i, i + _PAGES_A_CALL)

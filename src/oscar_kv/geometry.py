@@ -12,6 +12,7 @@ class LayerGeometry(BaseModel):
     """One decoder layer.
 
     kind: "full" is quantised; "sliding" and "other" (linear attention, no attention) keep the engine's own cache.
+    Raises pydantic's ValidationError (a ValueError) that names the field.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,5 +36,7 @@ class LayerGeometry(BaseModel):
 
     @property
     def group(self) -> int:
-        """Query heads a KV head."""
+        """Query heads a KV head (0 where there is no attention)."""
+        if not self.num_kv_heads:
+            return 0
         return self.num_q_heads // self.num_kv_heads

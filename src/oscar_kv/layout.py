@@ -131,8 +131,10 @@ def _inverse(side: Side, d: int, bits: int, device: torch.device) -> Tensor:
 
 
 def pack_codes(code: Tensor, side: Side, bits: int) -> Tensor:
-    """uint8 codes [..., 64, d] → plane bytes [..., 64·d·bits/8]."""
-    lead, d = code.shape[:-2], code.shape[-1]
+    """uint8 codes [..., 64, d] → plane bytes [..., 64·d·bits/8]. Bits of a code beyond ``bits`` are dropped."""
+    if code.dtype != torch.uint8 or code.ndim < 2 or code.shape[-2] != PAGE:
+        raise OscarError(f"codes of a page are uint8 [..., {PAGE}, d], got {code.dtype} {tuple(code.shape)}")
+    lead, d = code.shape[:-2], check_head_dim(code.shape[-1])
     flat, low, out = code.reshape(*lead, PAGE * d), 0, []
     for b in planes(bits):
         part = (flat >> low) & (2**b - 1)
@@ -147,6 +149,10 @@ def pack_codes(code: Tensor, side: Side, bits: int) -> Tensor:
 
 def unpack_codes(data: Tensor, side: Side, d: int, bits: int) -> Tensor:
     """Plane bytes [..., 64·d·bits/8] → uint8 codes [..., 64, d]."""
+    if data.dtype != torch.uint8 or data.shape[-1] != PAGE * check_head_dim(d) * sum(planes(bits)) // 8:
+        raise OscarError(
+            f"the planes of {bits} bits at head_dim {d} are {PAGE * d * bits // 8} uint8, got {tuple(data.shape)}"
+        )
     lead, code, low, offset = data.shape[:-1], None, 0, 0
     for b in planes(bits):
         size = PAGE * d * b // 8
@@ -161,7 +167,12 @@ def unpack_codes(data: Tensor, side: Side, d: int, bits: int) -> Tensor:
 
 
 def write_pages(layout: PageLayout, k: Quantised, v: Quantised) -> Tensor:
-    """Quantised keys and values of whole pages, rows [..., 64, d] → uint8 [..., page_bytes]."""
+    """Quantised keys and values of whole pages, rows [..., 64, d] → uint8 [..., page_bytes]. OscarError on others."""
+    if (k.code.shape[-1], v.code.shape[-1]) != (layout.k_dim, layout.v_dim):
+        raise OscarError(
+            f"rows have head_dim {k.code.shape[-1]} (K) and {v.code.shape[-1]} (V), "
+            f"the layout {layout.k_dim} and {layout.v_dim}"
+        )
     meta = torch.stack([k.step, k.zero, v.step, v.zero], -1).half().contiguous()
     meta = meta.view(torch.uint8).reshape(*meta.shape[:-2], PAGE * METADATA_BYTES)
     return torch.cat([pack_codes(k.code, "k", layout.k_bits), pack_codes(v.code, "v", layout.v_bits), meta], -1)

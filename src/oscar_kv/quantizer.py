@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference codec's arithmetic: step choice, shaped rounding, unbiased scales. The oracle of every kernel.
 
-One convention everywhere: x̂ = step·code + zero, code ∈ 0 … 2ᵇ−1, one (step, zero) a row. Codes are chosen with a pair that
-is already rounded to fp16; unbiasing then yields the pair that is stored, rounded to fp16 again.
+One convention everywhere: x̂ = step·code + zero, code ∈ 0 … 2ᵇ−1, one (step, zero) a row. Codes are chosen with a pair
+that is already rounded to fp16; unbiasing then yields the pair that is stored, rounded to fp16 again.
 
 Rows are [..., n, d]. Sums are written as separate multiplications and additions, so a row's codes do not depend on how
 many other rows come with it.
@@ -60,7 +60,9 @@ class ErrorWeight:
         a = matrix.double()
         lower, info = torch.linalg.cholesky_ex(a.flip(-2, -1))
         if info.any():
-            raise ArtifactError("the keys' error weight is not positive definite: the artifact is damaged, calibrate again")
+            raise ArtifactError(
+                "the keys' error weight is not positive definite: the artifact is damaged, calibrate again"
+            )
         upper = (lower / lower.diagonal(dim1=-2, dim2=-1)[..., None, :]).flip(-2, -1)
         return cls(a, upper)
 
@@ -101,10 +103,7 @@ def least_squares_step(x: Tensor, bits: int, fractions: tuple[float, ...] = ()) 
     ``fractions`` of the row's range are tried as further starts. 1 bit: step = 2·mean|x − mean|, zero = mean − step/2.
     """
     top, mean = 2**bits - 1, _mean(x)
-    if bits == 1:
-        start = 2 * _mean((x - mean).abs())
-    else:
-        start = SIGMA_STEP[bits] * _mean((x - mean).square()).sqrt()
+    start = 2 * _mean((x - mean).abs()) if bits == 1 else SIGMA_STEP[bits] * _mean((x - mean).square()).sqrt()
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     starts = [(start, mean)] + [((high - low) * f / top, (low + high) / 2) for f in fractions]
     best: tuple[Tensor, Tensor, Tensor] | None = None
@@ -125,7 +124,11 @@ def least_squares_step(x: Tensor, bits: int, fractions: tuple[float, ...] = ()) 
             best = step, zero, loss
         else:
             better = loss < best[2]
-            best = (torch.where(better, step, best[0]), torch.where(better, zero, best[1]), torch.where(better, loss, best[2]))
+            best = (
+                torch.where(better, step, best[0]),
+                torch.where(better, zero, best[1]),
+                torch.where(better, loss, best[2]),
+            )
     assert best is not None
     return best[:2]
 
@@ -207,7 +210,8 @@ def quantise(
     if weight is None:
         code = round_to(target, step, zero, top)
     else:
-        factor = SHAPED_STEP_FACTOR[bits]
+        # A row without spread stays at the smallest step: widening it would move its exact zero.
+        factor = torch.where(step > MIN_STEP, SHAPED_STEP_FACTOR[bits], 1.0).to(step.dtype)
         step, zero = to_step(step * factor), to_half(zero + top / 2 * step * (1 - factor))
         code = shaped_codes(x, weight.upper, step, zero, top)
     if unbias:

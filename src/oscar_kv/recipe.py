@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from .errors import RecipeError
 
-Bits = Literal[1, 2, 3, 4]
+Bits = Annotated[int, Field(ge=1, le=4)]
+"""Not a Literal: that would take ``True`` for 1 and ``2.0`` for 2."""
 Rotation = Literal["none", "hadamard", "eigen", "eigen-layer"]
 Step = Literal["minmax", "quantile", "least-squares"]
 PAGE = 64
@@ -27,8 +28,8 @@ class Recipe(BaseModel):
     k_bits, v_bits : {1, 2, 3, 4}
         Bits of a code.
     sink, recent : int
-        Tokens at the start and at the end (the query's own included) that are kept as they came, in the model's dtype.
-        ``recent`` is at least 64: a page is written when its 64th token has come, from rows that are still in the window.
+        Tokens at the start and at the end (the query's own included), kept as they came, in the model's dtype.
+        ``recent`` is at least 64: a page is written when its 64th token has come, from rows still in the window.
     slack : int
         Rows that the ring of recent tokens keeps beyond ``recent``, so that up to that many tokens can be rolled back.
     centre : bool
@@ -85,6 +86,8 @@ class Recipe(BaseModel):
 
 def make_recipe(fields: dict[str, Any]) -> Recipe:
     """Validate a mapping of fields. Raises RecipeError that names each bad field and the allowed ones."""
+    if not isinstance(fields, dict):
+        raise RecipeError(f"a recipe is a mapping of fields, got {type(fields).__name__}")
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
@@ -125,6 +128,8 @@ def get_recipe(name: str | Recipe) -> Recipe:
     """A preset by name or alias. Raises RecipeError for an unknown one, with the nearest names."""
     if isinstance(name, Recipe):
         return name
+    if not isinstance(name, str):
+        raise RecipeError(f"a recipe is a preset's name or a Recipe, got {type(name).__name__}")
     key = ALIASES.get(name, name)
     if key not in PRESETS:
         near = difflib.get_close_matches(name, [*PRESETS, *ALIASES], n=2)
