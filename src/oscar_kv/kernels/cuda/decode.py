@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention with the CUDA C++ kernels: checks, workspace, and the three launches of one call."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import OscarError
+from ...layout import PageLayout
+from ..base import LayerTables, Windows
+from .launch import load
+from .spec import DecodeSpec, Params
+
+
+class Kernels(Protocol):
+    """Loaded kernels: on a device (launch.py), or emulated by the tests."""
+
+    spec: DecodeSpec
+    blocks: int
+    multiprocessors: int
+
+    def launch(self, name: str, grid: tuple[int, int], params: Params) -> None: ...
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise OscarError(f"decode: {message}")
+
+
+def _check_arguments(
+    q: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    lengths: tuple[Tensor, ...],
+    w: Windows,
+    t: LayerTables,
+    layout: PageLayout,
+) -> None:
+    """Shapes, dtypes, devices. Values on the device (lengths, block numbers) are not read: that would synchronise."""
+    _require(
+        q.ndim == 3 and q.shape[-1] == layout.k_dim, f"q must be [batch, q_heads, {layout.k_dim}], got {tuple(q.shape)}"
+    )
+    kv = pages.shape[1] if pages.ndim == 3 else 0
+    _require(
+        pages.ndim == 3 and pages.dtype == torch.uint8 and pages.shape[2] == layout.page_bytes,
+        f"pages must be uint8 [pool, kv_heads, {layout.page_bytes}], got {pages.dtype} {tuple(pages.shape)}",
+    )
+    _require(kv > 0 and q.shape[1] % kv == 0, f"{q.shape[1]} query heads cannot share {kv} KV heads evenly")
+    _require(
+        block_table.ndim == 2 and block_table.shape[0] == q.shape[0],
+        f"block_table must be [batch, max_pages], got {tuple(block_table.shape)}",
+    )
+    for name, x in zip(("hist_start", "hist_end", "seq_len"), lengths, strict=True):
+        _require(x.shape == q.shape[:1], f"{name} must be [batch], got {tuple(x.shape)}")
+    for name, x, d in (
+        ("sink_k", w.sink_k, layout.k_dim),
+        ("sink_v", w.sink_v, layout.v_dim),
+        ("ring_k", w.ring_k, layout.k_dim),
+        ("ring_v", w.ring_v, layout.v_dim),
+    ):
+        _require(
+            x.ndim == 4 and x.shape[1] == kv and x.shape[3] == d,
+            f"{name} must be [slots, {kv}, rows, {d}], got {tuple(x.shape)}",
+        )
+        _require(x.dtype == q.dtype, f"{name} is {x.dtype}, q is {q.dtype}: both must have one dtype")
+    _require(
+        w.sink_k.shape[2] == w.sink_v.shape[2] and w.ring_k.shape[2] == w.ring_v.shape[2],
+        "K and V windows differ in rows",
+    )
+    for name, table, shape in (
+        ("k_centre", t.k_centre, (kv, layout.k_dim)),
+        ("v_centre", t.v_centre, (kv, layout.v_dim)),
+        ("k_rotation", t.k_rotation, (kv, layout.k_dim, layout.k_dim)),
+        ("v_rotation_t", t.v_rotation_t, (kv, layout.v_dim, layout.v_dim)),
+    ):
+        if table is not None:
+            _require(
+                tuple(table.shape) == shape and table.dtype == torch.float32,
+                f"{name} must be float32 {shape}, got {table.dtype} {tuple(table.shape)}",
+            )
+    tensors = [q, pages, block_table, *lengths, w.sink_k, w.sink_v, w.ring_k, w.ring_v, t.k_centre, t.v_centre]
+    tensors += [x for x in (w.slots, t.k_rotation, t.v_rotation_t) if x is not None]
+    for x in (block_table, *lengths, *([] if w.slots is None else [w.slots])):
+        _require(x.dtype == torch.int32, "block_table, lengths and slots must be int32")
+    for x in tensors:
+        _require(x.is_contiguous() and x.device == q.device, "every tensor must be contiguous and on q's device")
+
+
+def run(
+    kernels: Kernels,
+    q: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    hist_start: Tensor,
+    hist_end: Tensor,
+    seq_len: Tensor,
+    windows: Windows,
+    tables: LayerTables,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One call with kernels already chosen. Only shapes decide anything here, so a CUDA graph can capture it."""
+    spec, layout = kernels.spec, kernels.spec.layout
+    batch, kv, device = q.shape[0], pages.shape[1], q.device
+    heads = kv * spec.head_blocks
+    if out is None:
+        out = torch.empty(batch, q.shape[1], layout.v_dim, dtype=q.dtype, device=device)
+    _require(
+        out.shape == (batch, q.shape[1], layout.v_dim) and out.dtype == q.dtype and out.is_contiguous(),
+        "out has the wrong shape or dtype",
+    )
+    # Few heads: many small window items, which all blocks share; else one item a head, and less to merge.
+    rows = windows.sink_k.shape[2] + windows.ring_k.shape[2]
+    item_tokens = 16 * spec.warps
+    if batch * heads * -(-rows // item_tokens) > kernels.blocks:
+        item_tokens *= -(-rows // item_tokens)
+    items_a_head = -(-rows // item_tokens)
+    items, slots = batch * heads * items_a_head, kernels.blocks + batch * heads
+
+    def workspace(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(n, dtype=dtype, device=device)
+
+    query = workspace(batch * heads * 32 * spec.query_words, torch.int32)
+    query_meta, first_page = workspace(batch * heads * spec.query_meta), workspace(batch + 1, torch.int32)
+    partial, lse = workspace((slots + items) * spec.heads * layout.v_dim), workspace((slots + items) * spec.heads)
+    natural = layout.k_dim**-0.5 if scale is None else scale
+    log2e = 1 / math.log(2)
+
+    def at(x: Tensor | None) -> int | None:
+        return None if x is None else x.data_ptr()
+
+    params = Params(
+        at(q),
+        at(tables.k_rotation),
+        at(tables.k_centre),
+        at(tables.v_rotation_t),
+        at(tables.v_centre),
+        at(pages),
+        at(block_table),
+        at(hist_start),
+        at(hist_end),
+        at(seq_len),
+        at(windows.slots),
+        at(windows.sink_k),
+        at(windows.sink_v),
+        at(windows.ring_k),
+        at(windows.ring_v),
+        at(query),
+        at(query_meta),
+        at(first_page),
+        at(partial),
+        at(lse),
+        at(out),
+        batch,
+        kv,
+        block_table.shape[1],
+        windows.sink_k.shape[2],
+        windows.ring_k.shape[2],
+        kernels.blocks,
+        items,
+        items_a_head,
+        item_tokens,
+        max(1, round(item_tokens * (layout.k_dim + layout.v_dim) * 2 / layout.page_bytes)),
+        natural / softcap if softcap else natural * log2e,
+        softcap * log2e,
+    )
+    kernels.launch("prepare", (batch + 1, kv), params)
+    kernels.launch("decode", (kernels.blocks, 1), params)
+    rows_a_block = spec.finish_rows if batch * heads >= kernels.multiprocessors else 1
+    kernels.launch(
+        "finish_many" if rows_a_block > 1 else "finish_one", (batch, heads * -(-spec.heads // rows_a_block)), params
+    )
+    return out
+
+
+class CudaDecode:
+    """The CUDA C++ implementation of ``base.DecodeKernel``. Keyword arguments override the tuning (see DecodeSpec)."""
+
+    def __init__(self, **tuning: object) -> None:
+        self.tuning = tuning
+
+    def __call__(
+        self,
+        q: Tensor,
+        pages: Tensor,
+        block_table: Tensor,
+        hist_start: Tensor,
+        hist_end: Tensor,
+        seq_len: Tensor,
+        windows: Windows,
+        tables: LayerTables,
+        layout: PageLayout,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        _check_arguments(q, pages, block_table, (hist_start, hist_end, seq_len), windows, tables, layout)
+        _require(q.is_cuda, f"the CUDA kernels need tensors on a CUDA device, q is on {q.device}")
+        with torch.cuda.device(q.device):
+            capability = torch.cuda.get_device_capability(q.device)
+            spec = DecodeSpec.choose(
+                layout, q.shape[1] // pages.shape[1], q.dtype, capability, softcap > 0, **self.tuning
+            )
+            kernels = load(spec, q.device.index)
+            return run(
+                kernels,
+                q,
+                pages,
+                block_table,
+                hist_start,
+                hist_end,
+                seq_len,
+                windows,
+                tables,
+                scale=scale,
+                softcap=softcap,
+                out=out,
+            )

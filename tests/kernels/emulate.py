@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA kernels on a CPU: the very source, compiled by the host's C++ compiler against emulator.h."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from oscar_kv.kernels.cuda.compiler import source
+from oscar_kv.kernels.cuda.launch import FINISH_THREADS
+from oscar_kv.kernels.cuda.spec import DecodeSpec, Params
+
+MAIN = """
+#include "emulator.h"
+#include "decode.cu"
+#include "finish.cu"
+static const Params* given;
+static void run_prepare() { prepare(*given); }
+static void run_decode() { decode(*given); }
+static void run_finish_one() { finish_one(*given); }
+static void run_finish_many() { finish_many(*given); }
+extern "C" void emulate(int kernel, int gx, int gy, int threads, const Params* p) {
+  static void (*const all[])() = {run_prepare, run_decode, run_finish_one, run_finish_many};
+  given = p;
+  emulator::launch(all[kernel], gx, gy, threads);
+}
+"""
+NAMES = ("prepare", "decode", "finish_one", "finish_many")
+
+
+def compiler() -> str | None:
+    return shutil.which("g++")
+
+
+@dataclass
+class EmulatedKernels:
+    """Same interface as DeviceKernels, on CPU tensors."""
+
+    spec: DecodeSpec
+    blocks: int
+    folder: Path
+    multiprocessors: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("common.cuh", "fragments.cuh", "decode.cu", "finish.cu"):
+            (self.folder / name).write_text(source(name))
+        (self.folder / "emulator.h").write_text((Path(__file__).parent / "emulator.h").read_text())
+        (self.folder / "ptx.cuh").write_text('#include "emulator.h"\n')
+        (self.folder / "config.cuh").write_text(self.spec.header)
+        (self.folder / "main.cpp").write_text(MAIN)
+        command = [
+            compiler() or "g++",
+            "-std=c++17",
+            "-O1",
+            "-w",
+            "-fpermissive",
+            "-fno-gnu-unique",
+            "-shared",
+            "-fPIC",
+            "main.cpp",
+            "-o",
+            "emulated.so",
+        ]
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[:4000]
+        self._library = ctypes.CDLL(str(self.folder / "emulated.so"))
+
+    def launch(self, name: str, grid: tuple[int, int], params: Params) -> None:
+        threads = 32 * self.spec.warps if name == "decode" else FINISH_THREADS
+        self._library.emulate(NAMES.index(name), grid[0], grid[1], threads, ctypes.byref(params))
