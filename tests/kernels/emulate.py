@@ -18,17 +18,16 @@ MAIN = """
 #include "decode.cu"
 #include "finish.cu"
 static const Params* given;
-static void run_prepare() { prepare(*given); }
 static void run_decode() { decode(*given); }
 static void run_finish_one() { finish_one(*given); }
 static void run_finish_many() { finish_many(*given); }
 extern "C" void emulate(int kernel, int gx, int gy, int threads, const Params* p) {
-  static void (*const all[])() = {run_prepare, run_decode, run_finish_one, run_finish_many};
+  static void (*const all[])() = {run_decode, run_finish_one, run_finish_many};
   given = p;
   emulator::launch(all[kernel], gx, gy, threads);
 }
 """
-NAMES = ("prepare", "decode", "finish_one", "finish_many")
+NAMES = ("decode", "finish_one", "finish_many")
 
 
 def compiler() -> str | None:

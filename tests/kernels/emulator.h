@@ -18,7 +18,8 @@
 #define DYNAMIC_SHARED(name) u8* name = emulator::shared
 struct Index { unsigned x, y; };
 static Index threadIdx, blockIdx;
-struct float4 { float x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
 using std::max;
 using std::min;
 static u64 max(u64 a, u64 b) { return a > b ? a : b; }
@@ -138,6 +139,15 @@ static bool __any_sync(u32, bool x) {
 static float __shfl_xor_sync(u32, float x, int mask) {
   return emulator::bits(emulator::exchange({emulator::bits(x)})[emulator::now % 32 ^ mask][0]);
 }
+static int __shfl_xor_sync(u32, int x, int mask) { return (int)emulator::exchange({(u32)x})[emulator::now % 32 ^ mask][0]; }
+static float __shfl_sync(u32, float x, int from) { return emulator::bits(emulator::exchange({emulator::bits(x)})[from][0]); }
+static u32 __ballot_sync(u32, bool x) {
+  auto all = emulator::exchange({(u32)x});
+  u32 out = 0;
+  for (int i = 0; i < 32; ++i) out |= all[i][0] << i;
+  return out;
+}
+static int __ffs(u32 x) { return __builtin_ffs(x); }
 static int __shfl_up_sync(u32, int x, int by) {
   auto all = emulator::exchange({(u32)x});
   const int lane = emulator::now % 32;

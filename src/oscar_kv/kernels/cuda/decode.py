@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention with the CUDA C++ kernels: checks, workspace, and the three launches of one call."""
+"""Decode attention with the CUDA C++ kernels: checks, workspace, and the two launches of one call."""
 
 from __future__ import annotations
 
@@ -115,20 +115,13 @@ def run(
         out.shape == (batch, q.shape[1], layout.v_dim) and out.dtype == q.dtype and out.is_contiguous(),
         "out has the wrong shape or dtype",
     )
-    # Few heads: many small window items, which all blocks share; else one item a head, and less to merge.
-    rows = windows.sink_k.shape[2] + windows.ring_k.shape[2]
-    item_tokens = 16 * spec.warps
-    if batch * heads * -(-rows // item_tokens) > kernels.blocks:
-        item_tokens *= -(-rows // item_tokens)
-    items_a_head = -(-rows // item_tokens)
+    # A window item is a warp's: as many as there are warps, if the windows have as many tiles of 16 tokens.
+    tiles = max(1, -(-(windows.sink_k.shape[2] + windows.ring_k.shape[2]) // 16))
+    item_tokens = 16 * -(-tiles // max(1, min(tiles, kernels.blocks * spec.warps // (batch * heads))))
+    items_a_head = -(-16 * tiles // item_tokens)
     items, slots = batch * heads * items_a_head, kernels.blocks + batch * heads
-
-    def workspace(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(n, dtype=dtype, device=device)
-
-    query = workspace(batch * heads * 32 * spec.query_words, torch.int32)
-    query_meta, first_page = workspace(batch * heads * spec.query_meta), workspace(batch + 1, torch.int32)
-    partial, lse = workspace((slots + items) * spec.heads * layout.v_dim), workspace((slots + items) * spec.heads)
+    partial = torch.empty((slots + items) * spec.heads * layout.v_dim, dtype=torch.float32, device=device)
+    lse = torch.empty((slots + items) * spec.heads, dtype=torch.float32, device=device)
     natural = layout.k_dim**-0.5 if scale is None else scale
     log2e = 1 / math.log(2)
 
@@ -151,9 +144,6 @@ def run(
         at(windows.sink_v),
         at(windows.ring_k),
         at(windows.ring_v),
-        at(query),
-        at(query_meta),
-        at(first_page),
         at(partial),
         at(lse),
         at(out),
@@ -170,7 +160,6 @@ def run(
         natural / softcap if softcap else natural * log2e,
         softcap * log2e,
     )
-    kernels.launch("prepare", (batch + 1, kv), params)
     kernels.launch("decode", (kernels.blocks, 1), params)
     rows_a_block = spec.finish_rows if batch * heads >= kernels.multiprocessors else 1
     kernels.launch(

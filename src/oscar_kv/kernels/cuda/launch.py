@@ -15,7 +15,7 @@ from .compiler import compile_cached
 from .spec import DecodeSpec, Params
 
 FINISH_THREADS = 512  # as in finish.cu
-_FILES = {"prepare": "finish.cu", "finish_one": "finish.cu", "finish_many": "finish.cu", "decode": "decode.cu"}
+_FILES = {"finish_one": "finish.cu", "finish_many": "finish.cu", "decode": "decode.cu"}
 
 
 def _driver() -> Any:
@@ -57,7 +57,7 @@ class DeviceKernels:
         self._modules = modules  # functions live as long as their modules
 
     def launch(self, name: str, grid: tuple[int, int], params: Params) -> None:
-        """Launch on the current stream. Where the device can chain kernels, those after the first start early."""
+        """Launch on the current stream. Where the device can chain kernels, the one after the first starts early."""
         d = _driver()
         threads = 32 * self.spec.warps if name == "decode" else FINISH_THREADS
         config = d.CUlaunchConfig()
@@ -65,7 +65,7 @@ class DeviceKernels:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self.spec.shared_bytes if name == "decode" else 0
         config.hStream = torch.cuda.current_stream(self.device).cuda_stream
-        if self.spec.chained and name != "prepare":
+        if self.spec.chained and (name != "decode" or self.spec.chain_first):
             attribute = d.CUlaunchAttribute()
             attribute.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1

@@ -19,8 +19,8 @@ _POINTERS = (
     ("q", "const u8*"), ("k_rotation", "const float*"), ("k_centre", "const float*"), ("v_rotation_t", "const float*"),
     ("v_centre", "const float*"), ("pages", "const u8*"), ("block_table", "const int*"), ("hist_start", "const int*"),
     ("hist_end", "const int*"), ("seq_len", "const int*"), ("slots", "const int*"), ("sink_k", "const u8*"),
-    ("sink_v", "const u8*"), ("ring_k", "const u8*"), ("ring_v", "const u8*"), ("query", "u32*"),
-    ("query_meta", "float*"), ("first_page", "int*"), ("partial", "float*"), ("partial_lse", "float*"), ("out", "u8*"),
+    ("sink_v", "const u8*"), ("ring_k", "const u8*"), ("ring_v", "const u8*"), ("partial", "float*"),
+    ("partial_lse", "float*"), ("out", "u8*"),
 )  # fmt: skip
 _INTS = (
     "batch",
@@ -58,7 +58,7 @@ class DecodeSpec:
     """One specialisation: layout, query heads a KV head, dtype of the raw rows, soft-cap, and the tuning of the launch.
 
     tiles: columns of 8 query heads a warp serves; warps a block, stages a warp's ring; bulk: cp.async.bulk (sm_90+);
-    chained: programmatic dependent launch (sm_90+).
+    chained: programmatic dependent launch (sm_90+); chain_first: of the first kernel too, behind whatever ran before.
     """
 
     layout: PageLayout
@@ -72,6 +72,7 @@ class DecodeSpec:
     min_blocks: int
     bulk: bool
     chained: bool
+    chain_first: bool = False
 
     @classmethod
     def choose(
@@ -141,12 +142,15 @@ class DecodeSpec:
         return -(-self.group // self.head_blocks)
 
     @property
-    def query_words(self) -> int:
-        return self.tiles * self.layout.k_dim // 8
+    def stage_bytes(self) -> int:
+        """A page, or four query heads in float32: a free stage is scratch when queries are turned."""
+        return -(-max(self.layout.page_bytes, 16 * self.layout.k_dim) // 128) * 128
 
     @property
-    def query_meta(self) -> int:
-        return 2 * self.columns + 4
+    def query_bytes(self) -> int:
+        """Raw and turned query heads in float32, and a few numbers a warp (QueryRoom in decode.cu)."""
+        padded, d = -(-self.heads // 4) * 4, self.layout.k_dim
+        return -(-4 * (d * padded + self.heads * (d + 8) + self.columns + 2 * self.warps) // 16) * 16
 
     @property
     def finish_rows(self) -> int:
@@ -154,8 +158,12 @@ class DecodeSpec:
 
     @property
     def barrier_offset(self) -> int:
-        ring = self.warps * self.stages * self.layout.page_bytes
-        merge = self.warps * self.columns * (self.layout.v_dim + 2) * 4
+        return self.query_offset + self.query_bytes
+
+    @property
+    def query_offset(self) -> int:
+        ring = self.warps * self.stages * self.stage_bytes
+        merge = self.warps * self.heads * (self.layout.v_dim + 6) * 4
         return -(-max(ring, merge) // 128) * 128
 
     @property
@@ -172,6 +180,8 @@ class DecodeSpec:
             "WARPS": self.warps, "STAGES": self.stages, "MIN_BLOCKS": self.min_blocks, "BULK": int(self.bulk),
             "CHAINED": int(self.chained), "SOFTCAP": int(self.softcap), "FINISH_ROWS": self.finish_rows,
             "WINDOW_BF16": int(self.dtype == torch.bfloat16), "BARRIER_OFFSET": self.barrier_offset,
+            "STAGE_BYTES": self.stage_bytes, "QUERY_OFFSET": self.query_offset, "QUERY_BYTES": self.query_bytes,
+            "CHAIN_FIRST": int(self.chained and self.chain_first),
         }  # fmt: skip
         lines = [
             "#pragma once",

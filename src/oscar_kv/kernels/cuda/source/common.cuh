@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shapes, the schedule and the intermediate buffers that the three kernels of one decode call share.
+// Shapes and the division of work that the two kernels of one decode call share.
 #pragma once
 #include "config.cuh"
 #include "ptx.cuh"
@@ -8,8 +8,6 @@
 constexpr int COLUMNS = 8 * TILES;
 constexpr int BLOCKS = (GROUP + COLUMNS - 1) / COLUMNS;
 constexpr int HEADS = (GROUP + BLOCKS - 1) / BLOCKS;  // query heads a block
-constexpr int QUERY_WORDS = TILES * K_DIM / 8;         // fp16 pairs a lane
-constexpr int QUERY_META = 2 * COLUMNS + 4;            // floats: sum of q, q.centre a column, then the step's factor
 
 DEVICE float log2_of_e() { return 1.4426950408889634f; }
 DEVICE int slot_of(const Params& p, int b) { return p.slots ? p.slots[b] : b; }
@@ -17,9 +15,43 @@ DEVICE int pages_of(const Params& p, int b) {
   const int lo = p.hist_start[b], hi = p.hist_end[b];
   return hi > lo ? (hi + PAGE - 1) / PAGE - lo / PAGE : 0;
 }
+DEVICE int sum_to_lane(int n) {
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) {
+    const int left = __shfl_up_sync(FULL, n, i);
+    if (threadIdx.x % 32 >= i) n += left;
+  }
+  return n;
+}
+// Pages a head of all requests, and of those before request b. Each warp finds out for itself: no barrier, no launch.
+struct Count { int all, before; };
+DEVICE Count count_pages(const Params& p, int b) {
+  int all = 0, before = 0;
+  for (int b0 = 0; b0 < p.batch; b0 += 32) {
+    const int mine = b0 + threadIdx.x % 32, n = mine < p.batch ? pages_of(p, mine) : 0;
+    all += n, before += mine < b ? n : 0;
+  }
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) all += __shfl_xor_sync(FULL, all, i), before += __shfl_xor_sync(FULL, before, i);
+  return {all, before};
+}
+// The request in which unit u of the line of work lies, and the pages a head of the requests before it.
+struct Place { int request, before, pages; };
+DEVICE Place place_of(const Params& p, u64 u) {
+  const u64 heads = p.kv_heads * BLOCKS;
+  for (int b0 = 0, sum = 0;; b0 += 32) {
+    const int mine = b0 + threadIdx.x % 32, n = mine < p.batch ? pages_of(p, mine) : 0, upto = sum + sum_to_lane(n);
+    const u32 found = __ballot_sync(FULL, (u64)upto * heads > u);
+    if (found) {
+      const int lane = __ffs(found) - 1;
+      return {b0 + lane, __shfl_sync(FULL, upto - n, lane), __shfl_sync(FULL, n, lane)};
+    }
+    sum = __shfl_sync(FULL, upto, 31);
+  }
+}
 
 // Work is a line: pages of (request 0, head 0), (request 0, head 1) ..., cut into one piece a thread block. Raw window
-// items are dealt out evenly first; a block that has one gets fewer pages.
+// items, one a warp, are dealt out evenly first; a block that has some gets fewer pages.
 struct Schedule {
   u64 pages, blocks, items, total;
   bool even;
@@ -34,13 +66,3 @@ struct Schedule {
     return even ? c * pages / blocks : c * total / blocks - p.item_pages * item(c);
   }
 };
-// Last request whose pages begin at or before unit u of the line (requests without pages share the next one's start).
-DEVICE int request_at(const Params& p, u64 u) {
-  int lo = 0, hi = p.batch - 1;
-  const u64 heads = p.kv_heads * BLOCKS;
-  while (lo < hi) {
-    const int mid = (lo + hi + 1) / 2;
-    if ((u64)p.first_page[mid] * heads <= u) lo = mid; else hi = mid - 1;
-  }
-  return lo;
-}

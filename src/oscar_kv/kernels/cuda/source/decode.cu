@@ -63,11 +63,12 @@ DEVICE float capped(const Params& p, float x) {
 }
 
 // Merge the warps' states through shared memory and write one partial: output / mass and log2 of the mass.
-// low, high: factors of dimension groups (rows of 8 dimensions) are 2^-target(group) * factor in the history, 1 otherwise.
-template <bool HISTORY> DEVICE void merge_warps(const Params& p, State& s, u8* shared, const float* query_meta, u64 slot) {
+// Rows of 8 dimensions carry 2^target(group) of the layout; centre: log2(e) * scale * q.centre, constant over the history.
+constexpr int MERGE_STRIDE = V_DIM + 4;  // spreads the columns of a warp over the banks
+DEVICE void merge_warps(const Params& p, State& s, u8* shared, const float* centre, u64 slot) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
-  float* out = (float*)shared;                      // [WARPS][COLUMNS][V_DIM]
-  float* mass = out + WARPS * COLUMNS * V_DIM;      // [WARPS][COLUMNS][2]: maximum, sum
+  float* out = (float*)shared;                           // [WARPS][HEADS][MERGE_STRIDE]
+  float* mass = out + WARPS * HEADS * MERGE_STRIDE;      // [WARPS][HEADS][2]: maximum, sum
 #pragma unroll
   for (int n = 0; n < TILES; ++n)
 #pragma unroll
@@ -78,21 +79,19 @@ template <bool HISTORY> DEVICE void merge_warps(const Params& p, State& s, u8* s
         s.z[n][k] += __shfl_xor_sync(FULL, s.z[n][k], i);
       }
   __syncthreads();  // every warp has left the ring
-  const float back = HISTORY ? 16777216.f / s.step_scale : 1.f;
+  const float back = 16777216.f / s.step_scale;
 #pragma unroll
   for (int n = 0; n < TILES; ++n)
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const int column = 8 * n + 2 * quad + k;
-      if (row == 0) mass[(warp * COLUMNS + column) * 2] = s.m[n][k], mass[(warp * COLUMNS + column) * 2 + 1] = s.l[n][k];
-      float* to = out + (warp * COLUMNS + column) * V_DIM;
+      if (column >= HEADS) continue;
+      if (row == 0) mass[(warp * HEADS + column) * 2] = s.m[n][k], mass[(warp * HEADS + column) * 2 + 1] = s.l[n][k];
+      float* to = out + (warp * HEADS + column) * MERGE_STRIDE;
 #pragma unroll
       for (int j = 0; j < V_DIM / 16; ++j) {
-        const float f0 = HISTORY ? back / (1 << target_bit<V_BITS>(j)) : 1.f;
-        const float f1 = HISTORY ? back / (1 << target_bit<V_BITS>(V_DIM / 16 + j)) : 1.f;
-        const float a = s.o[n][j][k] * f0 + s.z[n][k], b = s.o[n][j][k + 2] * f1 + s.z[n][k];
-        if (HISTORY) to[16 * j + row] = a, to[16 * j + 8 + row] = b;
-        else to[16 * j + 2 * row] = a, to[16 * j + 2 * row + 1] = b;  // windows pair adjacent dimensions
+        to[16 * j + row] = s.o[n][j][k] * (back / (1 << target_bit<V_BITS>(j))) + s.z[n][k];
+        to[16 * j + 8 + row] = s.o[n][j][k + 2] * (back / (1 << target_bit<V_BITS>(V_DIM / 16 + j))) + s.z[n][k];
       }
     }
   __syncthreads();
@@ -100,19 +99,15 @@ template <bool HISTORY> DEVICE void merge_warps(const Params& p, State& s, u8* s
     const int head = i / V_DIM;
     float top = -1e30f, sum = 0.f, value = 0.f;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, mass[(w * COLUMNS + head) * 2]);
+    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, mass[(w * HEADS + head) * 2]);
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-      const float f = ex2(mass[(w * COLUMNS + head) * 2] - top);
-      sum += f * mass[(w * COLUMNS + head) * 2 + 1];
-      value += f * out[(w * COLUMNS + head) * V_DIM + i % V_DIM];
+      const float f = ex2(mass[(w * HEADS + head) * 2] - top);
+      sum += f * mass[(w * HEADS + head) * 2 + 1];
+      value += f * out[(w * HEADS + head) * MERGE_STRIDE + i % V_DIM];
     }
     p.partial[slot * (HEADS * V_DIM) + i] = value / sum;
-    if (i % V_DIM == 0) {
-      float lse = top + lg2(sum);
-      if (HISTORY && !SOFTCAP) lse += query_meta[COLUMNS + head];
-      p.partial_lse[slot * HEADS + head] = lse;
-    }
+    if (i % V_DIM == 0) p.partial_lse[slot * HEADS + head] = top + lg2(sum) + (SOFTCAP ? 0.f : centre[head]);
   }
 #if BULK
   bulk_fence();  // the ring's next copies come through the other proxy
@@ -127,13 +122,13 @@ struct Ring {
   int stage, parity;
   DEVICE void issue(const u8* page, int to, int lane) {
 #if BULK
-    if (lane == 0) bulk_copy(address + to * PAGE_BYTES, page, PAGE_BYTES, bars + 8 * to);
+    if (lane == 0) bulk_copy(address + to * STAGE_BYTES, page, PAGE_BYTES, bars + 8 * to);
 #else
     constexpr int chunks = PAGE_BYTES / 16;
 #pragma unroll
     for (int i = 0; i < (chunks + 31) / 32; ++i)
       if (i * 32 + 31 < chunks || i * 32 + lane < chunks)
-        copy16(address + to * PAGE_BYTES + (i * 32 + lane) * 16, page + (i * 32 + lane) * 16);
+        copy16(address + to * STAGE_BYTES + (i * 32 + lane) * 16, page + (i * 32 + lane) * 16);
 #endif
   }
   DEVICE void commit() {
@@ -154,57 +149,185 @@ struct Ring {
   }
 };
 
-// Pages [from, to) of one request's history, for one block of one KV head's query heads.
-DEVICE void history(const Params& p, Ring& ring, State& s, const float* query_meta, int b, int hv, int from, int to) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
-  const int head = hv / BLOCKS;
-  const int start = p.hist_start[b], end = p.hist_end[b], first = start / PAGE;
-  const int* table = p.block_table + (u64)b * p.max_pages + first;
-  const u64 stride = (u64)p.kv_heads * PAGE_BYTES;
-  const u8* pool = p.pages + (u64)head * PAGE_BYTES;
+#if WINDOW_BF16
+DEVICE float raw_low(u32 x) { return bf16_low(x); }
+DEVICE float raw_high(u32 x) { return bf16_high(x); }
+#else
+DEVICE float raw_low(u32 x) { return half_low(x); }
+DEVICE float raw_high(u32 x) { return half_high(x); }
+#endif
 
-  int next = from + warp;  // the next page to ask for; its block number is read one step ahead
-  int block = next < to ? table[next] : 0;
-  auto ask = [&](int stage) {
-    if (next < to) ring.issue(pool + block * stride, stage, lane);
-    ring.commit();
-    next += WARPS;
-    if (next < to) block = table[next];
+// A block's query heads in the rotated basis, as the B operand of the MMAs.
+struct Query {
+  u32 words[TILES * K_DIM / 8];
+  float sum[TILES][2], centre[TILES][2], step_factor;
+};
+constexpr int PADDED = (HEADS + 3) / 4 * 4;
+constexpr int TURN = PADDED >= 8 && 32 * K_DIM <= STAGE_BYTES ? 8 : 4;  // heads turned at a time
+constexpr int TURN_STRIDE = K_DIM + 8;
+struct QueryRoom {  // shared memory
+  float raw[K_DIM][PADDED], turned[HEADS][TURN_STRIDE], centre[COLUMNS], largest[WARPS];
+  int scratch[WARPS];
+};
+static_assert(sizeof(QueryRoom) <= QUERY_BYTES, "spec.py reserves too little");
+
+// Multiply by R_K (each warp takes every WARPS-th of its rows), find a power of two, and round to fp16.
+// free_stage: the stage of this warp's ring that no copy is under way to.
+DEVICE void prepare_query(const Params& p, Query& q, QueryRoom& room, u8* shared, u8* free_stage, int b, int hv) {
+  constexpr int THREADS = WARPS * 32, WIDE = (K_DIM + 127) / 128, ROWS = (K_DIM + WARPS - 1) / WARPS;
+  constexpr int AHEAD = ROWS < 8 / WIDE ? ROWS : 8 / WIDE;
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, row = lane / 4, quad = lane % 4;
+  const int head = hv / BLOCKS, head0 = (hv % BLOCKS) * HEADS;
+  const float* turn = p.k_rotation ? p.k_rotation + (u64)head * K_DIM * K_DIM : nullptr;
+  float4 ahead[AHEAD][WIDE];
+  auto look = [&](int first) {
+#pragma unroll
+    for (int k = 0; k < AHEAD; ++k)
+#pragma unroll
+      for (int w = 0; w < WIDE; ++w) {
+        const int i = warp + (first + k) * WARPS, column = 128 * w + 4 * lane;
+        if (i < K_DIM && column < K_DIM) ahead[k][w] = *(const float4*)(turn + i * K_DIM + column);
+      }
   };
-#pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) ask((ring.stage + i) % STAGES);
-
-  u32 query[QUERY_WORDS];
-  {
-    const Word4* from4 = (const Word4*)(p.query + ((u64)(b * p.kv_heads * BLOCKS + hv) * 32 + lane) * QUERY_WORDS);
-    if (QUERY_WORDS % 4 == 0) {
-#pragma unroll
-      for (int i = 0; i < QUERY_WORDS / 4; ++i) {
-        const Word4 v = from4[i];
-        query[4 * i] = v.x, query[4 * i + 1] = v.y, query[4 * i + 2] = v.z, query[4 * i + 3] = v.w;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < QUERY_WORDS / 2; ++i) {
-        const Word2 v = ((const Word2*)from4)[i];
-        query[2 * i] = v.x, query[2 * i + 1] = v.y;
-      }
-    }
+  if (turn) look(0);
+  for (int i = tid; i < PADDED * (K_DIM / 2); i += THREADS) {
+    const int g = i / (K_DIM / 2), d = i % (K_DIM / 2) * 2;
+    u32 pair = 0;
+    if (g < HEADS && head0 + g < GROUP)
+      pair = *(const u32*)(p.q + (((u64)b * p.kv_heads + head) * GROUP + head0 + g) * (K_DIM * 2) + d * 2);
+    room.raw[d][g] = raw_low(pair) * p.query_scale, room.raw[d + 1][g] = raw_high(pair) * p.query_scale;
   }
-  float q_sum[TILES][2], q_centre[TILES][2];
+  if (lane == 0) room.scratch[warp] = (int)(free_stage - shared);
+  __syncthreads();
+  for (int g = warp; g < HEADS; g += WARPS) {
+    float sum = 0.f;
+    for (int i = lane; i < K_DIM; i += 32) sum += room.raw[i][g] * p.k_centre[head * K_DIM + i];
 #pragma unroll
-  for (int n = 0; n < TILES; ++n)
+    for (int i = 1; i < 32; i *= 2) sum += __shfl_xor_sync(FULL, sum, i);
+    if (lane == 0) room.centre[g] = sum;
+  }
+  float top = 0.f;
+  for (int g0 = 0; g0 < PADDED; g0 += TURN) {
+    if (turn) {
+      float sum[TURN][WIDE][4];
+#pragma unroll
+      for (int g = 0; g < TURN; ++g)
+#pragma unroll
+        for (int w = 0; w < WIDE; ++w) sum[g][w][0] = sum[g][w][1] = sum[g][w][2] = sum[g][w][3] = 0.f;
+      for (int first = 0; first < ROWS; first += AHEAD) {
+        if (first || g0) look(first);
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) {
+          const int i = warp + (first + k) * WARPS;
+          if (first + k >= ROWS || i >= K_DIM) continue;
+#pragma unroll
+          for (int g4 = 0; g4 < TURN; g4 += 4) {
+            const float4 x = *(const float4*)&room.raw[i][g0 + g4];
+            const float xs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int g = 0; g < 4; ++g)
+#pragma unroll
+              for (int w = 0; w < WIDE; ++w) {
+                sum[g4 + g][w][0] += xs[g] * ahead[k][w].x, sum[g4 + g][w][1] += xs[g] * ahead[k][w].y;
+                sum[g4 + g][w][2] += xs[g] * ahead[k][w].z, sum[g4 + g][w][3] += xs[g] * ahead[k][w].w;
+              }
+          }
+        }
+      }
+#pragma unroll
+      for (int g = 0; g < TURN; ++g)
+#pragma unroll
+        for (int w = 0; w < WIDE; ++w)
+          if (128 * w + 4 * lane < K_DIM)
+            *(float4*)((float*)free_stage + g * K_DIM + 128 * w + 4 * lane) = {sum[g][w][0], sum[g][w][1], sum[g][w][2], sum[g][w][3]};
+      __syncthreads();
+    }
+    for (int i = tid; i < TURN * K_DIM; i += THREADS) {
+      const int g = g0 + i / K_DIM, d = i % K_DIM;
+      float x = 0.f;
+      if (turn) {
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) x += ((const float*)(shared + room.scratch[w]))[i];
+      } else {
+        x = room.raw[d][g];
+      }
+      if (g < HEADS) room.turned[g][d] = x;
+      if (fabsf(x) < infinity()) top = fmaxf(top, fabsf(x));  // a head with infinities spoils itself alone
+    }
+    if (turn && g0 + TURN < PADDED) __syncthreads();
+  }
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, i));
+  if (lane == 0) room.largest[warp] = top;
+#if BULK
+  bulk_fence();  // the free stage was written by ordinary stores and is next written by a copy
+#endif
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) top = fmaxf(top, room.largest[w]);
+  // Power of two that brings the largest entry into [2^13, 2^14): far from overflow, and 2^-27 of it is still normal.
+  int exponent = (int)((__float_as_uint(top) >> 23) & 255) - 127;
+  exponent = max(-80, min(exponent, 100));
+  const float up = __uint_as_float((u32)(127 + 13 - exponent) << 23), down = __uint_as_float((u32)(127 - 13 + exponent) << 23);
+  q.step_factor = down * 16777216.f;
+#pragma unroll
+  for (int n = 0; n < TILES; ++n) {
+    const int column = 8 * n + row;
+    const bool real = column < HEADS;
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < K_DIM / 8; ++j) {
+      const float f = up / (1 << target_bit<K_BITS>(j));
+      const float2 x = *(const float2*)&room.turned[real ? column : 0][8 * j + 2 * quad];
+      const u32 pair = real ? pack_half(x.x * f, x.y * f) : 0;
+      q.words[n * (K_DIM / 8) + j] = pair;
+      sum += (half_low(pair) + half_high(pair)) * (float)(1 << target_bit<K_BITS>(j));
+    }
+    sum += __shfl_xor_sync(FULL, sum, 1);
+    sum += __shfl_xor_sync(FULL, sum, 2);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      q_sum[n][k] = query_meta[8 * n + 2 * quad + k];
-      q_centre[n][k] = SOFTCAP ? query_meta[COLUMNS + 8 * n + 2 * quad + k] : 0.f;
+      const int c = 2 * quad + k;
+      q.sum[n][k] = __shfl_sync(FULL, sum, 4 * c) * down;
+      q.centre[n][k] = 8 * n + c < HEADS ? room.centre[8 * n + c] : 0.f;
     }
-  const float key_factor = query_meta[2 * COLUMNS];
+  }
+}
 
+// The pages of one warp: block numbers come 32 at a time, one a lane, a batch ahead of their use.
+struct Walk {
+  const int* table;
+  const u8* pool;
+  u64 stride;
+  int next, to, index, now, later;
+  DEVICE Walk(const Params& p, int b, int head, int first, int from, int to) : to(to), index(0) {
+    table = p.block_table + (u64)b * p.max_pages + first;
+    pool = p.pages + (u64)head * PAGE_BYTES, stride = (u64)p.kv_heads * PAGE_BYTES;
+    next = from + threadIdx.x / 32;
+    now = look(0), later = look(32);
+  }
+  DEVICE int look(int ahead) const {
+    const int page = next + (ahead + (int)(threadIdx.x % 32)) * WARPS;
+    return page < to ? table[page] : 0;
+  }
+  DEVICE void ask(Ring& ring, int stage) {
+    const int block = __shfl_sync(FULL, now, index);
+    if (next < to) ring.issue(pool + block * stride, stage, threadIdx.x % 32);
+    ring.commit();
+    next += WARPS;
+    if (++index == 32) index = 0, now = later, later = look(32);
+  }
+};
+
+// Pages [from, to) of one request's history, whose first page is ``first``, for one block of one KV head's query heads.
+DEVICE void history(const Params& p, Ring& ring, Walk& walk, State& s, const Query& q, int b, int first, int from, int to) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4;
+  const int start = p.hist_start[b], end = p.hist_end[b];
+  const u32* query = q.words;
   for (int page = from + warp; page < to; page += WARPS) {
     ring.wait();
-    const u8* data = ring.base + ring.stage * PAGE_BYTES;
-    ask((ring.stage + STAGES - 1) % STAGES);
+    const u8* data = ring.base + ring.stage * STAGE_BYTES;
+    walk.ask(ring, (ring.stage + STAGES - 1) % STAGES);
     const int lo = start - (first + page) * PAGE, hi = end - (first + page) * PAGE;
     const bool partial = lo > 0 || hi < PAGE;
 
@@ -231,13 +354,13 @@ DEVICE void history(const Params& p, Ring& ring, State& s, const float* query_me
         for (int r = 0; r < 2; ++r) {
           const int token = 16 * t + 8 * r + row;
           const Word2 meta = *(const Word2*)(data + METADATA_OFFSET + token * 8);
-          const float step = half_low(meta.x) * key_factor, zero = half_high(meta.x);
+          const float step = half_low(meta.x) * q.step_factor, zero = half_high(meta.x);
           value_meta[2 * t + r] = meta.y;
 #pragma unroll
           for (int n = 0; n < TILES; ++n)
 #pragma unroll
             for (int k = 0; k < 2; ++k)
-              score[n][2 * t + r][k] = capped(p, step * c[n][2 * r + k] + (zero * q_sum[n][k] + q_centre[n][k]));
+              score[n][2 * t + r][k] = capped(p, step * c[n][2 * r + k] + (zero * q.sum[n][k] + (SOFTCAP ? q.centre[n][k] : 0.f)));
         }
       }
     }
@@ -283,7 +406,7 @@ DEVICE void history(const Params& p, Ring& ring, State& s, const float* query_me
   }
 }
 
-// Window item: item_tokens raw tokens of one request and KV head; each warp takes every WARPS-th tile of 16.
+// Window item: item_tokens raw tokens of one request and KV head, for one warp. Writes its own partial.
 #if WINDOW_BF16
 #define MMA_WINDOW mma_bf16
 #define PACK_WINDOW pack_bf16
@@ -301,13 +424,15 @@ struct Rows {
     v = (in_sink ? p.sink_v : p.ring_v) + at * (V_DIM * 2);
   }
 };
-// False where the item is empty.
-DEVICE bool window(const Params& p, State& s, int b, int hv, int from) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
+DEVICE void window(const Params& p, State& s, int b, int hv, int from, u64 to_slot) {
+  const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
   const int head = hv / BLOCKS, head0 = (hv % BLOCKS) * HEADS, slot = slot_of(p, b);
   const int sink = p.hist_start[b], recent_from = max(p.hist_end[b], sink);
   const int count = sink + max(p.seq_len[b] - recent_from, 0);
-  if (from >= count) return false;
+  if (from >= count) {
+    if (lane < HEADS) p.partial_lse[to_slot * HEADS + lane] = -infinity();
+    return;
+  }
   const int to = min(from + p.item_tokens, count);
   u32 query[TILES][K_DIM / 8];
 #pragma unroll
@@ -321,18 +446,28 @@ DEVICE bool window(const Params& p, State& s, int b, int hv, int from) {
       query[n][2 * ks] = real ? v.x : 0, query[n][2 * ks + 1] = real ? v.y : 0;
     }
   }
-  for (int first = from + 16 * warp; first < to; first += 16 * WARPS) {
+  for (int first = from; first < to; first += 16) {
     float score[TILES][2][2];
+    u32 values[V_DIM / 16][4];  // all rows are asked for at once: one trip to memory
     {
       const Rows r0(p, slot, head, min(first + row, to - 1), sink, recent_from);
       const Rows r1(p, slot, head, min(first + 8 + row, to - 1), sink, recent_from);
+      Word2 x[K_DIM / 16], y[K_DIM / 16];
+#pragma unroll
+      for (int ks = 0; ks < K_DIM / 16; ++ks)
+        x[ks] = *(const Word2*)(r0.k + (16 * ks + 4 * quad) * 2), y[ks] = *(const Word2*)(r1.k + (16 * ks + 4 * quad) * 2);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Rows r(p, slot, head, min(first + 2 * quad + (i & 1) + 8 * (i >> 1), to - 1), sink, recent_from);
+#pragma unroll
+        for (int j = 0; j < V_DIM / 16; ++j) values[j][i] = *(const u32*)(r.v + (16 * j + 2 * row) * 2);
+      }
       float c[TILES][4];
 #pragma unroll
       for (int n = 0; n < TILES; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
 #pragma unroll
       for (int ks = 0; ks < K_DIM / 16; ++ks) {
-        const Word2 x = *(const Word2*)(r0.k + (16 * ks + 4 * quad) * 2), y = *(const Word2*)(r1.k + (16 * ks + 4 * quad) * 2);
-        const u32 a[4] = {x.x, y.x, x.y, y.y};
+        const u32 a[4] = {x[ks].x, y[ks].x, x[ks].y, y[ks].y};
 #pragma unroll
         for (int n = 0; n < TILES; ++n) MMA_WINDOW(c[n], a, query[n][2 * ks], query[n][2 * ks + 1]);
       }
@@ -358,15 +493,9 @@ DEVICE bool window(const Params& p, State& s, int b, int hv, int from) {
         low[n][r] = transpose8(pack_bf16(e0 - bf16_low(x), e1 - bf16_high(x)));
 #endif
       }
-    const u8* v[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      v[i] = Rows(p, slot, head, min(first + 2 * quad + (i & 1) + 8 * (i >> 1), to - 1), sink, recent_from).v;
 #pragma unroll
     for (int j = 0; j < V_DIM / 16; ++j) {
-      u32 x[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = *(const u32*)(v[i] + (16 * j + 2 * row) * 2);
+      const u32* x = values[j];
       const u32 a[4] = {__byte_perm(x[0], x[1], 0x5410), __byte_perm(x[0], x[1], 0x7632),
                         __byte_perm(x[2], x[3], 0x5410), __byte_perm(x[2], x[3], 0x7632)};
 #pragma unroll
@@ -378,15 +507,30 @@ DEVICE bool window(const Params& p, State& s, int b, int hv, int from) {
       }
     }
   }
-  return true;
+#pragma unroll
+  for (int n = 0; n < TILES; ++n)
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int i = 4; i < 32; i *= 2) s.l[n][k] += __shfl_xor_sync(FULL, s.l[n][k], i);
+      const int column = 8 * n + 2 * quad + k;
+      if (column >= HEADS) continue;
+      const float norm = 1.f / s.l[n][k];
+      float* out = p.partial + (to_slot * HEADS + column) * V_DIM + 2 * row;
+#pragma unroll
+      for (int j = 0; j < V_DIM / 16; ++j)  // windows pair adjacent dimensions
+        *(float2*)(out + 16 * j) = {s.o[n][j][k] * norm, s.o[n][j][k + 2] * norm};
+      if (row == 0) p.partial_lse[to_slot * HEADS + column] = s.m[n][k] + lg2(s.l[n][k]);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(const __grid_constant__ Params p) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int heads = p.kv_heads * BLOCKS;
+  QueryRoom& room = *(QueryRoom*)(shared + QUERY_OFFSET);
   Ring ring;
-  ring.base = shared + warp * STAGES * PAGE_BYTES;
+  ring.base = shared + warp * STAGES * STAGE_BYTES;
   ring.address = shared_address(ring.base);
   ring.stage = ring.parity = 0;
 #if BULK
@@ -394,35 +538,45 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
   if (lane == 0)
     for (int i = 0; i < STAGES; ++i) barrier_init(ring.bars + 8 * i);
   bulk_fence();
-  __syncthreads();
+  __syncwarp();
 #endif
-  State s;
+#if CHAIN_FIRST
   wait_for_predecessor();
+#endif
   release_successor();
-  const Schedule plan(p, p.first_page[p.batch]);
-  const u64 c = blockIdx.x;
+  const Schedule plan(p, count_pages(p, 0).all);
+  const u64 c = blockIdx.x, windows = p.blocks + (u64)p.batch * heads;
   u64 at = plan.page(p, c);
   const u64 end = plan.page(p, c + 1);
-  while (at < end) {
-    const int b = request_at(p, at);
-    const int count = p.first_page[b + 1] - p.first_page[b];
-    const u64 base = (u64)p.first_page[b] * heads;
-    const int hv = (int)((at - base) / count), from = (int)((at - base) % count);
-    const int to = (int)min((u64)count, from + (end - at));
-    const float* query_meta = p.query_meta + (u64)(b * heads + hv) * QUERY_META;
-    s.reset();
-    history(p, ring, s, query_meta, b, hv, from, to);
-    merge_warps<true>(p, s, shared, query_meta, c + (u64)b * heads + hv);
-    at += to - from;
-  }
-  const u64 windows = p.blocks + (u64)p.batch * heads;
-  for (u64 i = plan.item(c); i < plan.item(c + 1); ++i) {
-    const u64 bh = i / p.items_a_head;
-    s.reset();
-    s.step_scale = 1.f;
-    if (window(p, s, (int)(bh / heads), (int)(bh % heads), (int)(i % p.items_a_head) * p.item_tokens))
-      merge_warps<false>(p, s, shared, nullptr, windows + i);
-    else if (threadIdx.x < HEADS)
-      p.partial_lse[(windows + i) * HEADS + threadIdx.x] = -infinity();
-  }
+  State s;
+  // A warp takes its window items when the first pages have been asked for.
+  u64 item = plan.item(c) + warp;
+  const u64 last_item = plan.item(c + 1);
+  do {
+    const bool pages = at < end;
+    Place place = {0, 0, 1};
+    if (pages) place = place_of(p, at);
+    const u64 base = (u64)place.before * heads;
+    const int b = place.request, hv = (int)((at - base) / place.pages), from = (int)((at - base) % place.pages);
+    const int to = pages ? (int)min((u64)place.pages, from + (end - at)) : from, first = p.hist_start[b] / PAGE;
+    Walk walk(p, b, hv / BLOCKS, first, from, to);
+    Query query;
+    if (pages) {
+#pragma unroll
+      for (int i = 0; i < STAGES - 1; ++i) walk.ask(ring, (ring.stage + i) % STAGES);
+      prepare_query(p, query, room, shared, ring.base + (ring.stage + STAGES - 1) % STAGES * STAGE_BYTES, b, hv);
+    }
+    for (; item < last_item; item += WARPS) {
+      const u64 bh = item / p.items_a_head;
+      s.reset();
+      s.step_scale = 1.f;
+      window(p, s, (int)(bh / heads), (int)(bh % heads), (int)(item % p.items_a_head) * p.item_tokens, windows + item);
+    }
+    if (pages) {
+      s.reset();
+      history(p, ring, walk, s, query, b, first, from, to);
+      merge_warps(p, s, shared, room.centre, c + (u64)b * heads + hv);
+      at += to - from;
+    }
+  } while (at < end);
 }

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A full-attention layer of ``OscarCache``: slots on Transformers' side, valid tokens in packed storage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from ...cache import MixedLayer
+from ...errors import CacheError, UnsupportedModelError
+from ...kernels.torch_ref import attend_row
+from .attention import OscarMask, Pending, stock_attention
+
+if TYPE_CHECKING:
+    from .cache import OscarCache
+
+SOFTCAP_NEEDS_EAGER = (
+    "the model soft-caps its attention logits, which stock attention 'sdpa' ignores: load it with "
+    "attn_implementation='eager', then enable the packed cache"
+)
+_Rows = tuple[Tensor, Tensor]
+_NOT_SERVED = {
+    "s_aux": "learned attention sinks",
+    "position_bias": "a position bias on attention scores",
+    "sliding_window": "a sliding window in a layer that its configuration calls full attention",
+}
+
+
+class OscarLayer(CacheLayerMixin):
+    """One layer. ``update`` returns ``Pending`` objects; the attention function ``oscar`` calls ``resolve``."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, owner: OscarCache, index: int) -> None:
+        super().__init__()
+        self.owner, self.index = owner, index
+        self.store: MixedLayer | None = None
+        self.slots = 0
+        self.pending: Pending | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.store = MixedLayer(
+            self.owner.codecs.get(self.index, key_states.device, key_states.dtype),
+            key_states.shape[0],
+            key_states.dtype,
+            key_states.device,
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Post-RoPE k, v [batch, kv_heads, n, d] → two Pending objects."""
+        if self.pending is not None:
+            raise CacheError(
+                f"layer {self.index}: tokens were added twice with no attention between: the model runs another "
+                "attention function than 'oscar', or a forward pass was interrupted. Call oscar_kv.enable(model, "
+                "artifact), then cache.reset()"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.pending = Pending(self, key_states, value_states)
+        return self.pending, Pending(self, key_states, value_states)
+
+    def resolve(
+        self,
+        pending: Pending,
+        module: nn.Module,
+        query: Tensor,
+        mask: Any,
+        stock: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend with the pending tokens and store them. query [batch, q_heads, n, d] → [batch, n, q_heads, v_dim]."""
+        if pending is not self.pending or self.store is None:
+            raise CacheError(f"layer {self.index}: these keys belong to an earlier update; call cache.reset()")
+        store, slots = self.store, self.owner.slots
+        k, v = pending.__dict__["_key"], pending.__dict__["_value"]
+        rows, n, past = k.shape[0], k.shape[2], self.slots
+        if rows != store.rows:
+            raise CacheError(f"the cache holds {store.rows} rows, this batch has {rows}: use one cache a batch")
+        if query.shape[2] != n:
+            raise CacheError(f"layer {self.index}: {query.shape[2]} queries for {n} new keys")
+        if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            raise UnsupportedModelError(f"{type(module).__name__} is not causal, and packed history serves only causal")
+        if kwargs.get("softcap") is not None and stock == "sdpa":
+            raise UnsupportedModelError(SOFTCAP_NEEDS_EAGER)
+        custom = isinstance(mask, Tensor) or (isinstance(mask, OscarMask) and not mask.plain)
+        valid = self._valid(mask, rows, past, n)
+        starts = list(store.lengths)
+        counts = [n] * rows if valid is None else valid.sum(1).tolist()
+        ends = [self._ends(start, count) for start, count in zip(starts, counts, strict=True)]
+        packed = any(end and end[-1] > store.sink for end in ends)
+        if packed and (custom or slots.custom):
+            raise CacheError(
+                "a custom attention mask (4-D, or a pattern beside causal) is in use and some tokens are in packed "
+                "history, which only causal attention with a 2-D padding mask can read: keep such prompts in one "
+                f"chunk, or within {store.sink + store.recent} tokens, or use the full-precision cache"
+            )
+        self.pending = None
+        if packed:
+            out = self._attend(query, k, v, valid, starts, ends, kwargs)
+            weights = None
+        else:
+            keys, values = self._contiguous(k, v, past)
+            own = mask.stock(stock) if isinstance(mask, OscarMask) else mask
+            out, weights = stock_attention(module, stock)(module, query, keys, values, own, *args, **kwargs)
+            store.append(k, v, valid)
+        slots.custom |= custom
+        slots.extend(valid, rows, past, n, k.device)
+        self.slots = past + n
+        return out, weights
+
+    def _valid(self, mask: Any, rows: int, past: int, n: int) -> Tensor | None:
+        if isinstance(mask, OscarMask):
+            if mask.chunk is None:  # the first layer of a forward pass checks for all
+                mask.chunk = (self.owner.slots.new(mask.padding, rows, past, n),)
+            return mask.chunk[0]
+        if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):
+            raise CacheError(f"the attention mask is a {type(mask).__name__}; pass a 2-D padding mask or None")
+        return None
+
+    def _ends(self, start: int, count: int) -> list[int]:
+        """Where the history of each new query ends (see ``OscarCache``: short chunks as if decoded one by one)."""
+        store = self.store
+        assert store is not None
+        if count <= min(store.slack + 1, store.recent):
+            return [store.history_end(start + i) for i in range(count)]
+        return [store.history_end(start)] * count
+
+    def _attend(
+        self,
+        query: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None,
+        starts: list[int],
+        ends: list[list[int]],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        store = self.store
+        assert store is not None
+        for name, what in _NOT_SERVED.items():
+            if kwargs.get(name) is not None:
+                raise UnsupportedModelError(
+                    f"layer {self.index} has {what} ({name}): packed history does not serve that"
+                )
+        if kwargs.get("dropout"):
+            raise CacheError("attention dropout is on: call model.eval() before generating with a packed cache")
+        scaling = kwargs.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        # Windows are read before the ring moves on, pages after those that the chunk completes are there.
+        raw: list[tuple[_Rows, _Rows] | None] = []
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            if not end:
+                raw.append(None)
+                continue
+            window = store.raw(row, min(start, end[0]), start)
+            if start + len(end) - store.ring > end[0]:  # the chunk overwrites them
+                window = window[0].clone(), window[1].clone()
+            raw.append((store.raw(row, 0, min(store.sink, start)), window))
+        store.append(k, v, valid)
+        out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], v.shape[-1])
+        codec = store.codec
+        for row, part in enumerate(raw):
+            if part is None:
+                continue
+            pick = slice(None) if valid is None else valid[row].nonzero()[:, 0]
+            new = k[row][:, pick], v[row][:, pick]
+            last = ends[row][-1]
+            pages, first = store.pages(row, store.sink, last) if last > store.sink else (store.pool.pages[:0], 0)
+            o = attend_row(
+                query[row][:, pick], part[0], pages, first, part[1], new,
+                position=starts[row], hist_start=store.sink, hist_end=ends[row],
+                tables=self.owner.codecs.tables(self.index, codec), layout=codec.layout,
+                scale=scale, softcap=float(kwargs.get("softcap") or 0.0),
+            )  # fmt: skip
+            out[row, pick] = o.transpose(0, 1).to(out.dtype)
+        return out
+
+    def _contiguous(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
+        """Raw keys and values of all slots, the chunk's as they came; slots that were padding hold zeros."""
+        store = self.store
+        assert store is not None
+        if not past:
+            return k, v
+        places = self.owner.slots.valid_before(store.rows, past)
+        if places is None:
+            old = [store.raw(row, 0, past) for row in range(store.rows)]
+            return tuple(
+                torch.cat([torch.stack(x), new], 2) for x, new in zip(zip(*old, strict=False), (k, v), strict=False)
+            )  # type: ignore[return-value]
+        out = []
+        for side, new in enumerate((k, v)):
+            full = torch.cat([new.new_zeros(*new.shape[:2], past, new.shape[3]), new], 2)
+            for row, slots in enumerate(places):
+                at = torch.tensor(slots, dtype=torch.long, device=new.device)
+                full[row][:, at] = store.raw(row, 0, len(slots))[side]
+            out.append(full)
+        return out[0], out[1]
+
+    def get_seq_length(self) -> int:
+        return self.slots
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.slots + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.store, self.pending, self.slots, self.is_initialized = None, None, 0, False
+
+    def offload(self) -> None:
+        raise CacheError("offloading is not supported: the packed cache is small enough to stay on its device")
+
+    prefetch = offload
+
+    def _through_owner(self, *args: Any) -> None:
+        raise CacheError("call the cache's own method: all layers of an OscarCache change together")
+
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _through_owner
