@@ -175,7 +175,7 @@ def left_looking(row: Tensor, a: Tensor, bits: int) -> tuple[Tensor, Tensor, Ten
         dev = code - code.mean()
         step = half((row * dev).mean() / dev.square().mean())
         zero = half(mean - step * code.mean())
-    factor = 1.05 if bits == 4 else 1.15
+    factor = {1: 1.0, 2: 1.1, 3: 1.05, 4: 1.05}[bits]
     step, zero = half(factor * step), half(zero + top / 2 * step * (1 - factor))
     code, error = torch.zeros_like(row), torch.zeros_like(row)
     for k in range(d):
