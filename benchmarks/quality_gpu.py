@@ -3,7 +3,7 @@
 """Quality on a GPU machine without a network: the model arrives in parts, results leave as one JSON file.
 
 Every step takes --work (models, moments; stays on the machine) and the measuring ones --out (figures; brought back).
-A step that is repeated goes on where it stopped: rows that a results file already holds are not measured again.
+A step that is repeated goes on where it stopped: what the results file holds of the same artifact is not done again.
 
     quality_gpu.py join PARTS --work DIR --sha256 HEX     put the parts of a GGUF file together as they come
     quality_gpu.py calibrate --work DIR --out DIR         moments over the shipped calibration texts
@@ -20,7 +20,7 @@ import hashlib
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,12 +192,15 @@ def language(session: Session) -> None:
     net, tokenizer = session.model()
     for kind in KINDS:
         old = [r for r in session.rows() if isinstance(r, QualityRow)]
-        done = {r.recipe for r in old if (r.dataset, r.context) == (kind, o.context)}
-        left = [r for r in (REFERENCE, *o.recipes.split(",")) if r not in done]
-        if not left:
+        done = {(r.recipe, r.artifact_sha256) for r in old if (r.dataset, r.context) == (kind, o.context)}
+        subjects = {
+            name: a
+            for name, a in subjects_of(session.artifacts(o.recipes.split(","))).items()
+            if (name, None if a is None else a.sha256) not in done
+        }
+        if not subjects:
             continue
         texts = tokenise(evaluation_texts(kind, o.texts), kind, tokenizer, o.context)
-        subjects = {name: a for name, a in subjects_of(session.artifacts(left)).items() if name in left}
         results = evaluate(net, texts, subjects, fast=o.fast)
         session.add(quality_rows(results, subjects, o.seed))
         for s in summarise(results):
@@ -218,8 +221,8 @@ def needles(session: Session) -> None:
         if name in names
     }
     hashes = {name: None if s is None else s.artifact.sha256 for name, s in subjects.items()}
-    for recipe, first, right in _batches(session, list(subjects)):
-        samples = [hay.sample(i) for i in range(first, min(first + BATCH, o.samples))]
+    for recipe, first, right in _batches(session, hashes):
+        samples = [hay.sample(i) for i in range(first, min(first // BATCH * BATCH + BATCH, o.samples))]
         began = time.monotonic()
         (run,) = retrieve(net, samples, {recipe: subjects[recipe]}, prefill=o.prefill, fast=o.fast)
         row = needle_row(Retrieval(recipe, o.needle_context, right + run.right), "prose", o.prefill, hashes[recipe])
@@ -230,19 +233,17 @@ def needles(session: Session) -> None:
         session.say(f"needles {recipe:12s} {found}  {each:.2f} s a sample")
 
 
-def _batches(session: Session, recipes: list[str]) -> Iterator[tuple[str, int, list[bool]]]:
+def _batches(session: Session, hashes: Mapping[str, str | None]) -> Iterator[tuple[str, int, list[bool]]]:
     """(recipe, first sample, what is known of the samples before it) of what is still to do."""
     o = session.options
     for first in range(0, o.samples, BATCH):
-        for recipe in recipes:
-            rows = {
-                r.recipe: r
-                for r in session.rows()
-                if isinstance(r, NeedleRow) and (r.context, r.prefill) == (o.needle_context, o.prefill)
-            }
-            known = [c == "1" for c in rows[recipe].right] if recipe in rows else []
-            if len(known) == first:
-                yield recipe, first, known
+        for recipe, sha256 in hashes.items():
+            wanted = recipe, o.needle_context, o.prefill, sha256
+            rows = [r for r in session.rows() if isinstance(r, NeedleRow)]
+            known = [r.right for r in rows if (r.recipe, r.context, r.prefill, r.artifact_sha256) == wanted]
+            right = [c == "1" for c in known[0]] if known else []
+            if first <= len(right) < min(first + BATCH, o.samples):
+                yield recipe, len(right), right
 
 
 def everything(session: Session) -> None:

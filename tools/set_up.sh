@@ -5,7 +5,6 @@
 set -euo pipefail
 venv=$1
 requirement=$2
-cpu_index=https://download.pytorch.org/whl/cpu
 
 if [ ! -x "$venv/bin/python" ]; then
     if [ -z "${PYTHON:-}" ]; then
@@ -34,12 +33,9 @@ if ! installed >/dev/null; then
             cat "$venv/torch.log" >&2
             exit 1
         fi
-        echo "Not in the default package index; taking it from $cpu_index"
-        "$python" -m pip install --quiet --index-url "$cpu_index" "$wanted" || {
-            echo "PyTorch's CPU build could not be installed. Set TORCH_INDEX_URL to an index that has it," >&2
-            echo "or TORCH=torch==2.13.0 to take whatever build your default index offers." >&2
-            exit 1
-        }
+        echo "The default package index has no CPU build; installing torch==2.13.0 as it is there, which may be a" >&2
+        echo "CUDA build of several gigabytes. To avoid that, stop here and set TORCH_INDEX_URL to PyTorch's CPU index." >&2
+        "$python" -m pip install --quiet torch==2.13.0
     fi
 fi
 

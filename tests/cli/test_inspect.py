@@ -78,6 +78,7 @@ def test_a_recipe_without_shaping_shows_dashes(
     result = runner.invoke(app, ["inspect", str(file), "--html", str(tmp_path / "n.html")])
     assert result.exit_code == 0, result.output
     assert "–" in result.stdout
+    assert summarise(Artifact.load(file))[0].k_offset is None, "a recipe that does not centre keeps no centres"
     assert "naive" in result.stdout
 
 

@@ -165,6 +165,8 @@ def test_models_hand_over_their_own_scaling_and_cap(
     family: str, families: Any, artifact_of: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, artifact = fitted(families, family, artifact_of)
+    if family in families.SOFTCAP:
+        model.set_attn_implementation("eager")
     seen: list[int] = []
     attend = Emulation.attend
 
@@ -237,5 +239,9 @@ def test_what_it_cannot_follow_is_refused(families: Any, artifact_of: Callable[.
             short = model(ids[:, :300], use_cache=True)
             with pytest.raises(OscarError, match="use_cache=False"):
                 model(ids[:, 300:], past_key_values=short.past_key_values)
+    capped, own = fitted(families, "gemma2", artifact_of)
+    capped.config._attn_implementation_internal = "sdpa"  # newer releases of Transformers refuse this themselves
+    with torch.no_grad(), emulated(capped, own), pytest.raises(ValueError, match="eager"):
+        capped(ids, use_cache=False)
     with pytest.raises(OscarError, match="CUDA"):
         Emulation(artifact, "cpu", fast=True)

@@ -10,6 +10,8 @@
 #include <vector>
 #define DEVICE inline
 #define __global__
+#define __device__
+#define __noinline__
 #define __shared__ static
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -173,6 +175,7 @@ DEVICE u32 transpose8(u32 x) {
 DEVICE void mma_half(float* c, const u32* a, u32 b0, u32 b1) { emulator::mma<emulator::half>(c, a, b0, b1); }
 DEVICE void mma_bf16(float* c, const u32* a, u32 b0, u32 b1) { emulator::mma<emulator::bf16>(c, a, b0, b1); }
 DEVICE void copy16(u32 to, const u8* from) { memcpy(emulator::shared + to, from, 16); }
+DEVICE void prefetch(const u8*) {}
 DEVICE void copy_commit() {}
 template <int N> DEVICE void copy_wait() {}
 DEVICE void barrier_init(u32) {}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..artifact import MIN_TOKENS
 from ..errors import CalibrationError, UnsupportedModelError
 from ..geometry import LayerGeometry
 from ..integrations.transformers.capture import capture
@@ -19,8 +20,6 @@ from ..integrations.transformers.identity import model_identity
 from .moments import Moments, MomentsMeta, shapes
 from .stream import chunk_sums
 
-MIN_TOKENS = 1024
-"""Fewest calibration tokens. 4,096 cost 15-20 % more KL than 32K on a 1.5B model (method.md); fewer cost more."""
 MIN_HISTORY_QUERIES = 512
 """Fewest positions that have a history to read, i.e. lie at sink + recent or later in their chunk."""
 

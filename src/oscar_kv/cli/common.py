@@ -131,8 +131,8 @@ class Steps:
             nonlocal last
             if task is not None:
                 self._bar.update(task, completed=done, total=total)
-            elif total > 1 and done < total and done * 4 // total > max(last, 0):
-                last = done * 4 // total
+            elif total > 1 and done < total and done * 10 // total > max(last, 0):
+                last = done * 10 // total
                 console.print(f"[{time.monotonic() - self._start:5.0f} s]   {name}: {done} of {total}", markup=False)
 
         yield report

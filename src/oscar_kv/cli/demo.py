@@ -15,11 +15,10 @@ from .common import Steps, console, number, quiet_transformers, table, versions,
 if TYPE_CHECKING:
     from ..artifact import Artifact
     from ..calibration import Moments
-    from ..demo.texts import Kind
     from .generate import Sample
 
 RECIPES = ("naive", "quarot", "oscar-paper", "k2v2-plain", "k2v2", "k3v2")
-KINDS: tuple[Kind, ...] = ("code", "prose")
+KINDS = ("code", "prose")
 SHOWN = "k2v2"
 """The recipe that is calibrated for, marked in tables, and generated with."""
 PROMPT_TOKENS, BUCKET = 1000, 192
@@ -38,7 +37,7 @@ def command(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where report.html and report.json go.")] = Path(
         "oscar-demo"
     ),
-    texts: Annotated[int, typer.Option(min=1, max=8, help="Evaluation texts of each kind.")] = 2,
+    texts: Annotated[int, typer.Option(min=1, max=8, help="Evaluation texts of each kind.")] = 1,
     context: Annotated[int, typer.Option(min=1024, max=8192, help="Tokens of each evaluation text.")] = 2048,
     tokens: Annotated[int, typer.Option(min=1024, help="Calibration tokens.")] = 8192,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
@@ -63,12 +62,12 @@ def command(
         with steps.task("drawing the report"):
             facts = [
                 ("model", name), ("calibration", f"{moments.meta.tokens:,} tokens, {calibrated:.0f} s with loading"),
-                ("evaluation", f"{texts} texts of each kind, {context:,} tokens each, disjoint from calibration"),
+                ("evaluation", f"{texts} of each kind of text, {context:,} tokens each, disjoint from calibration"),
                 ("artifact", artifacts[SHOWN].sha256),
                 *((k, str(v)) for k, v in versions().items() if v),
             ]  # fmt: skip
             page = write_report(out / "report.html", compared, samples, artifacts[SHOWN], moments, facts)
-    notes = f"{texts} texts a kind, {context} tokens each; exact emulation; KL and PPL over positions >= 512"
+    notes = f"{texts} of each kind of text, {context} tokens each; exact emulation; KL and PPL over positions >= 512"
     meta = make_meta(name, artifact_sha256=artifacts[SHOWN].sha256, notes=notes).model_dump(mode="json")
     document = {
         "meta": meta,
@@ -129,8 +128,8 @@ def compare(
         for kind in KINDS
         for tokens in language.tokenise(shipped.load(kind, "evaluation")[:texts], kind, tokenizer, context)
     ]
-    passes, subjects = len(pieces) * (1 + len(artifacts)), subjects_of(artifacts)
-    with steps.task(f"{len(artifacts)} recipes and full precision on {len(pieces)} texts ({passes} passes)") as report:
+    subjects = subjects_of(artifacts)
+    with steps.task(f"{len(artifacts)} recipes and full precision on {len(pieces)} texts") as report:
         results = language.evaluate(model, pieces, subjects, progress=report)
     rows = [row.model_dump(mode="json") for row in quality_rows(results, subjects)]
     return Comparison(rows, {name: language.curve(results, name, BUCKET) for name in artifacts})

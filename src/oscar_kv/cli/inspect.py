@@ -167,9 +167,12 @@ def draw(artifact: Artifact, layers: list[LayerSummary], keys: dict[int, Spread]
         caption = "How unequally directions of a key count. The steeper, the more shaping gains over plain rounding."
         out.append((plots.png(plots.spectra(layers)), caption))
     out.append((plots.png(plots.predicted_errors(layers)), "Predicted error of what is stored, a figure a layer."))
-    centre = {i: (keys[i].mean if i in keys else t.k.centre) for i, t in artifact.layers.items()}
-    caption = "Where keys lie on average. A large offset wastes the few levels there are unless it is subtracted first."
-    out.append((plots.png(plots.centres(centre, layers)), caption))
+    if keys or artifact.recipe.centre:
+        centre = {i: (keys[i].mean if i in keys else t.k.centre) for i, t in artifact.layers.items()}
+        caption = (
+            "Where keys lie on average. A large offset wastes the few levels there are unless it is subtracted first."
+        )
+        out.append((plots.png(plots.centres(centre, layers)), caption))
     if keys:
         i, head = most_offset_head(keys)
         figure = plots.key_channels(keys[i], keys[i].under(artifact.layers[i].k), head, f"layer {i}, KV head {head}")

@@ -7,8 +7,12 @@ import gzip
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from typing import Literal
 
 from ..errors import OscarError
+
+Kind = Literal["code", "prose"]
+Split = Literal["calibration", "evaluation"]
 
 # Fixed, so that results name the same texts in the same order everywhere.
 NAMES: dict[tuple[str, str], tuple[str, ...]] = {

@@ -85,6 +85,8 @@ class Spread:
 class LayerSummary:
     """One full-attention layer; figures are means over its KV heads.
 
+    ``k_offset``, ``v_offset``: length of the mean; None where the recipe does not centre and no spreads are given.
+
     ``key_plain`` and ``key_shaped``: predicted eAeᵀ relative to tr(A), rounding each dimension by itself and with
     error feedback. ``value``: predicted squared error relative to the spread around μ_V. All three assume Gaussian rows
     and the least-squares step; None for recipes with another step. ``leading``: share of the error weight's
@@ -94,8 +96,8 @@ class LayerSummary:
     layer: int
     k_bits: int
     v_bits: int
-    k_offset: float
-    v_offset: float
+    k_offset: float | None
+    v_offset: float | None
     k_spread: float | None
     v_spread: float | None
     key_plain: float | None
@@ -141,8 +143,8 @@ def summarise(
         out.append(
             LayerSummary(
                 layer=i, k_bits=recipe.k_bits, v_bits=recipe.v_bits,
-                k_offset=float((k.offset if k else tensors.k.centre.norm(dim=-1)).mean()),
-                v_offset=float((v.offset if v else tensors.v.centre.norm(dim=-1)).mean()),
+                k_offset=_offset(k, tensors.k, recipe.centre),
+                v_offset=_offset(v, tensors.v, recipe.centre),
                 k_spread=float(k.radius.mean()) if k else None,
                 v_spread=float(v.radius.mean()) if v else None,
                 key_plain=noise(recipe.k_bits, recipe.unbiased) if known else None, key_shaped=shaped,
@@ -150,6 +152,12 @@ def summarise(
             )
         )  # fmt: skip
     return out
+
+
+def _offset(spread: Spread | None, side: SideTransform, centred: bool) -> float | None:
+    if spread is not None:
+        return float(spread.offset.mean())
+    return float(side.centre.norm(dim=-1).mean()) if centred else None
 
 
 def spread_of(rows: Tensor) -> Spread:

@@ -276,6 +276,11 @@ def _check(module: nn.Module, layer: int, query: Tensor, key: Tensor, mask: Any,
     for field in ("s_aux", "position_bias", "sliding_window"):
         if kwargs.get(field) is not None:
             raise UnsupportedModelError(f"layer {layer}: its attention has {field}, which the 2-bit attention lacks")
+    if kwargs.get("softcap") is not None and _stock[id(module.config)] == "sdpa":
+        raise UnsupportedModelError(
+            f"layer {layer} caps its logits, which the model's attention 'sdpa' leaves out: full precision would be "
+            "another model; load it with attn_implementation='eager'"
+        )
     if isinstance(mask, OscarMask):
         if mask.padding is not None and not bool(mask.padding.all()):
             raise OscarError("emulation takes texts of one length, without padding: evaluate them one by one")

@@ -129,7 +129,7 @@ def spectra(layers: Sequence[LayerSummary]) -> Any:
     plt = _pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 4.0), width_ratios=[1.55, 1])
     for s, colour in zip(shown, _layer_colours(plt, len(shown)), strict=True):
-        mean = torch.tensor(s.spectrum).mean(0)
+        mean = torch.tensor(s.spectrum).mean(0).tolist()
         left.plot(range(1, len(mean) + 1), mean, color=colour, lw=1.2)
     left.axhline(1, color=RED, ls="--", lw=1)
     left.annotate("flat: every direction matters alike", (0.98, 1), (0, 4), xycoords=("axes fraction", "data"),
@@ -195,7 +195,7 @@ def centres(centre: Mapping[int, Tensor], layers: Sequence[LayerSummary]) -> Any
     for row, value in enumerate(centre.values()):
         grid[row, : value.numel()] = value.reshape(-1).float()
     top = float(grid.nan_to_num().abs().flatten().quantile(0.995)) or 1.0
-    image = left.imshow(grid, aspect="auto", cmap="RdBu_r", vmin=-top, vmax=top, interpolation="nearest")
+    image = left.imshow(grid.numpy(), aspect="auto", cmap="RdBu_r", vmin=-top, vmax=top, interpolation="nearest")
     ids = list(centre)
     ticks = range(0, len(ids), max(1, len(ids) // 8))
     left.set_yticks(list(ticks), [str(ids[i]) for i in ticks])
@@ -208,18 +208,20 @@ def centres(centre: Mapping[int, Tensor], layers: Sequence[LayerSummary]) -> Any
     left.set_title("Centres of the keys, by channel")
     figure.colorbar(image, ax=left, pad=0.01)
     at = [s.layer for s in layers]
-    right.plot(at, [s.k_offset for s in layers], color=BLUE, lw=2, label="‖μ_K‖ offset of keys")
-    right.plot(at, [s.v_offset for s in layers], color=ORANGE, lw=2, label="‖μ_V‖ offset of values")
-    for name, colour, spread in (
-        ("keys", BLUE, [s.k_spread for s in layers]),
-        ("values", ORANGE, [s.v_spread for s in layers]),
-    ):
-        if all(v is not None for v in spread):
-            right.plot(at, spread, color=colour, lw=1.3, ls=":", label=f"spread of {name}")
-    right.set_yscale("log")
+    lines: list[tuple[str, str, str, list[float | None]]] = [
+        ("‖μ_K‖ offset of keys", BLUE, "-", [s.k_offset for s in layers]),
+        ("‖μ_V‖ offset of values", ORANGE, "-", [s.v_offset for s in layers]),
+        ("spread of keys", BLUE, ":", [s.k_spread for s in layers]),
+        ("spread of values", ORANGE, ":", [s.v_spread for s in layers]),
+    ]
+    for name, colour, style, values in lines:
+        if all(v is not None for v in values):
+            right.plot(at, values, color=colour, lw=2 if style == "-" else 1.3, ls=style, label=name)
     right.set_xlabel("layer")
     right.set_title("Offset against spread")
-    right.legend(fontsize=8.5)
+    if right.lines:
+        right.set_yscale("log")
+        right.legend(fontsize=8.5)
     return figure
 
 
@@ -229,7 +231,7 @@ def key_channels(before: Spread, after: Spread, head: int, where: str) -> Any:
     figure, axes = plt.subplots(1, 2, figsize=(10.4, 3.5), sharey=True)
     titles = (f"Keys as the model makes them ({where})", "The same keys centred and rotated")
     for axis, spread, title, colour in zip(axes, (before, after), titles, (RED, BLUE), strict=True):
-        mean, std = spread.mean[head].float(), spread.std[head].float()
+        mean, std = spread.mean[head].double().numpy(), spread.std[head].double().numpy()
         at = range(len(mean))
         axis.fill_between(
             at, mean - 2 * std, mean + 2 * std, step="mid", color=colour, alpha=0.28, lw=0, label="mean ± 2σ"

@@ -230,13 +230,13 @@ def _problems(error: ValidationError) -> str:
 def merge(runs: Sequence[Results]) -> Results:
     """Rows of several runs of one measurement; a later run's row replaces an earlier one of the same key.
 
-    Meta is the last run's. OscarError unless model, seed, machine, GPU and artifact agree.
+    Meta is the last run's; rows name their own artifacts. OscarError unless model, seed and GPU agree.
     """
     if not runs:
         raise OscarError("there is nothing to merge")
     last = runs[-1].meta
     for run in runs:
-        for field in ("model", "seed", "machine", "gpu", "artifact_sha256"):
+        for field in ("model", "seed", "gpu"):
             if getattr(run.meta, field) != getattr(last, field):
                 raise OscarError(
                     f"runs cannot be merged: {field} is {getattr(run.meta, field)!r} in one and "

@@ -161,7 +161,7 @@ def run(
         softcap * log2e,
     )
     kernels.launch("decode", (kernels.blocks, 1), params)
-    rows_a_block = spec.finish_rows if batch * heads >= kernels.multiprocessors else 1
+    rows_a_block = spec.finish_rows if batch * heads * spec.heads > kernels.multiprocessors else 1
     kernels.launch(
         "finish_many" if rows_a_block > 1 else "finish_one", (batch, heads * -(-spec.heads // rows_a_block)), params
     )

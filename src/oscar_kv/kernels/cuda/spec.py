@@ -97,11 +97,16 @@ class DecodeSpec:
         wide = max(layout.k_dim, layout.v_dim) > 128
         new = capability >= (9, 0)
         tiles = 2 if group > 8 and not wide else 1
+        many = layout.k_bits + layout.v_bits > 6 or capability >= (10, 0)  # these need more than 168 registers
         choice: dict[str, object] = {
             "tiles": tiles,
             "warps": 4,
             "stages": 4,
-            "min_blocks": 1 if wide or tiles == 2 else 3,
+            "min_blocks": 1
+            if wide or tiles == 2
+            else 2
+            if layout.k_bits + layout.v_bits > 6 or capability >= (10, 0)
+            else 3,
             "bulk": new,
             "chained": new,
         }
@@ -110,7 +115,7 @@ class DecodeSpec:
         spec = cls(layout, group, dtype, softcap, capability, **choice)  # type: ignore[arg-type]
         room = spec.shared_limit
         if "stages" not in given:  # aim at 12 warps a multiprocessor, with at least 2 stages
-            goal = room // (2 if wide or tiles == 2 else 3) - 1024
+            goal = room // (2 if wide or tiles == 2 else spec.min_blocks) - 1024
             while spec.shared_bytes > goal and spec.stages > 2:
                 spec = cls(**{**spec.__dict__, "stages": spec.stages - 1})
         if "warps" not in given:

@@ -95,6 +95,7 @@ DEVICE void merge_warps(const Params& p, State& s, u8* shared, const float* cent
       }
     }
   __syncthreads();
+#pragma unroll 1
   for (int i = threadIdx.x; i < HEADS * V_DIM; i += WARPS * 32) {
     const int head = i / V_DIM;
     float top = -1e30f, sum = 0.f, value = 0.f;
@@ -171,12 +172,12 @@ struct QueryRoom {  // shared memory
 };
 static_assert(sizeof(QueryRoom) <= QUERY_BYTES, "spec.py reserves too little");
 
-// Multiply by R_K (each warp takes every WARPS-th of its rows), find a power of two, and round to fp16.
+// Multiply by R_K: each warp takes every WARPS-th of its rows.
 // free_stage: the stage of this warp's ring that no copy is under way to.
-DEVICE void prepare_query(const Params& p, Query& q, QueryRoom& room, u8* shared, u8* free_stage, int b, int hv) {
+DEVICE void turn_query(const Params& p, QueryRoom& room, u8* shared, u8* free_stage, int b, int hv) {
   constexpr int THREADS = WARPS * 32, WIDE = (K_DIM + 127) / 128, ROWS = (K_DIM + WARPS - 1) / WARPS;
   constexpr int AHEAD = ROWS < 8 / WIDE ? ROWS : 8 / WIDE;
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, row = lane / 4, quad = lane % 4;
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   const int head = hv / BLOCKS, head0 = (hv % BLOCKS) * HEADS;
   const float* turn = p.k_rotation ? p.k_rotation + (u64)head * K_DIM * K_DIM : nullptr;
   float4 ahead[AHEAD][WIDE];
@@ -190,6 +191,7 @@ DEVICE void prepare_query(const Params& p, Query& q, QueryRoom& room, u8* shared
       }
   };
   if (turn) look(0);
+#pragma unroll 1
   for (int i = tid; i < PADDED * (K_DIM / 2); i += THREADS) {
     const int g = i / (K_DIM / 2), d = i % (K_DIM / 2) * 2;
     u32 pair = 0;
@@ -199,8 +201,10 @@ DEVICE void prepare_query(const Params& p, Query& q, QueryRoom& room, u8* shared
   }
   if (lane == 0) room.scratch[warp] = (int)(free_stage - shared);
   __syncthreads();
+#pragma unroll 1
   for (int g = warp; g < HEADS; g += WARPS) {
     float sum = 0.f;
+#pragma unroll 1
     for (int i = lane; i < K_DIM; i += 32) sum += room.raw[i][g] * p.k_centre[head * K_DIM + i];
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) sum += __shfl_xor_sync(FULL, sum, i);
@@ -214,6 +218,7 @@ DEVICE void prepare_query(const Params& p, Query& q, QueryRoom& room, u8* shared
       for (int g = 0; g < TURN; ++g)
 #pragma unroll
         for (int w = 0; w < WIDE; ++w) sum[g][w][0] = sum[g][w][1] = sum[g][w][2] = sum[g][w][3] = 0.f;
+#pragma unroll 1
       for (int first = 0; first < ROWS; first += AHEAD) {
         if (first || g0) look(first);
 #pragma unroll
@@ -242,6 +247,7 @@ DEVICE void prepare_query(const Params& p, Query& q, QueryRoom& room, u8* shared
             *(float4*)((float*)free_stage + g * K_DIM + 128 * w + 4 * lane) = {sum[g][w][0], sum[g][w][1], sum[g][w][2], sum[g][w][3]};
       __syncthreads();
     }
+#pragma unroll 1
     for (int i = tid; i < TURN * K_DIM; i += THREADS) {
       const int g = g0 + i / K_DIM, d = i % K_DIM;
       float x = 0.f;
@@ -263,6 +269,11 @@ DEVICE void prepare_query(const Params& p, Query& q, QueryRoom& room, u8* shared
   bulk_fence();  // the free stage was written by ordinary stores and is next written by a copy
 #endif
   __syncthreads();
+}
+// The turned heads as fp16 fragments, at a power of two.
+DEVICE void load_query(Query& q, const QueryRoom& room) {
+  const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
+  float top = 0.f;
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) top = fmaxf(top, room.largest[w]);
   // Power of two that brings the largest entry into [2^13, 2^14): far from overflow, and 2^-27 of it is still normal.
@@ -424,7 +435,23 @@ struct Rows {
     v = (in_sink ? p.sink_v : p.ring_v) + at * (V_DIM * 2);
   }
 };
-DEVICE void window(const Params& p, State& s, int b, int hv, int from, u64 to_slot) {
+// Ask for the rows of an item, so that they are near when their turn comes.
+DEVICE void prefetch_window(const Params& p, int b, int hv, int from) {
+  const int lane = threadIdx.x % 32, head = hv / BLOCKS, slot = slot_of(p, b);
+  const int sink = p.hist_start[b], recent_from = max(p.hist_end[b], sink);
+  const int to = min(from + p.item_tokens, sink + max(p.seq_len[b] - recent_from, 0));
+#pragma unroll 1
+  for (int i = from + lane / 2; i < to; i += 16) {
+    const Rows r(p, slot, head, i, sink, recent_from);
+#pragma unroll
+    for (int k = 0; k < K_DIM * 2; k += 256)
+      if (k + lane % 2 * 128 < K_DIM * 2) prefetch(r.k + k + lane % 2 * 128);
+#pragma unroll
+    for (int k = 0; k < V_DIM * 2; k += 256)
+      if (k + lane % 2 * 128 < V_DIM * 2) prefetch(r.v + k + lane % 2 * 128);
+  }
+}
+DEVICE void window(const Params& p, int b, int hv, int from, u64 to_slot) {
   const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
   const int head = hv / BLOCKS, head0 = (hv % BLOCKS) * HEADS, slot = slot_of(p, b);
   const int sink = p.hist_start[b], recent_from = max(p.hist_end[b], sink);
@@ -434,6 +461,9 @@ DEVICE void window(const Params& p, State& s, int b, int hv, int from, u64 to_sl
     return;
   }
   const int to = min(from + p.item_tokens, count);
+  State s;
+  s.reset();
+  s.step_scale = 1.f;
   u32 query[TILES][K_DIM / 8];
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
@@ -446,28 +476,19 @@ DEVICE void window(const Params& p, State& s, int b, int hv, int from, u64 to_sl
       query[n][2 * ks] = real ? v.x : 0, query[n][2 * ks + 1] = real ? v.y : 0;
     }
   }
+#pragma unroll 1
   for (int first = from; first < to; first += 16) {
     float score[TILES][2][2];
-    u32 values[V_DIM / 16][4];  // all rows are asked for at once: one trip to memory
     {
       const Rows r0(p, slot, head, min(first + row, to - 1), sink, recent_from);
       const Rows r1(p, slot, head, min(first + 8 + row, to - 1), sink, recent_from);
-      Word2 x[K_DIM / 16], y[K_DIM / 16];
-#pragma unroll
-      for (int ks = 0; ks < K_DIM / 16; ++ks)
-        x[ks] = *(const Word2*)(r0.k + (16 * ks + 4 * quad) * 2), y[ks] = *(const Word2*)(r1.k + (16 * ks + 4 * quad) * 2);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const Rows r(p, slot, head, min(first + 2 * quad + (i & 1) + 8 * (i >> 1), to - 1), sink, recent_from);
-#pragma unroll
-        for (int j = 0; j < V_DIM / 16; ++j) values[j][i] = *(const u32*)(r.v + (16 * j + 2 * row) * 2);
-      }
       float c[TILES][4];
 #pragma unroll
       for (int n = 0; n < TILES; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
 #pragma unroll
       for (int ks = 0; ks < K_DIM / 16; ++ks) {
-        const u32 a[4] = {x[ks].x, y[ks].x, x[ks].y, y[ks].y};
+        const Word2 x = *(const Word2*)(r0.k + (16 * ks + 4 * quad) * 2), y = *(const Word2*)(r1.k + (16 * ks + 4 * quad) * 2);
+        const u32 a[4] = {x.x, y.x, x.y, y.y};
 #pragma unroll
         for (int n = 0; n < TILES; ++n) MMA_WINDOW(c[n], a, query[n][2 * ks], query[n][2 * ks + 1]);
       }
@@ -493,9 +514,15 @@ DEVICE void window(const Params& p, State& s, int b, int hv, int from, u64 to_sl
         low[n][r] = transpose8(pack_bf16(e0 - bf16_low(x), e1 - bf16_high(x)));
 #endif
       }
+    const u8* v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      v[i] = Rows(p, slot, head, min(first + 2 * quad + (i & 1) + 8 * (i >> 1), to - 1), sink, recent_from).v;
 #pragma unroll
     for (int j = 0; j < V_DIM / 16; ++j) {
-      const u32* x = values[j];
+      u32 x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = *(const u32*)(v[i] + (16 * j + 2 * row) * 2);
       const u32 a[4] = {__byte_perm(x[0], x[1], 0x5410), __byte_perm(x[0], x[1], 0x7632),
                         __byte_perm(x[2], x[3], 0x5410), __byte_perm(x[2], x[3], 0x7632)};
 #pragma unroll
@@ -545,37 +572,39 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 #endif
   release_successor();
   const Schedule plan(p, count_pages(p, 0).all);
-  const u64 c = blockIdx.x, windows = p.blocks + (u64)p.batch * heads;
-  u64 at = plan.page(p, c);
-  const u64 end = plan.page(p, c + 1);
-  State s;
+  const int c = blockIdx.x, windows = p.blocks + p.batch * heads;
+  int at = (int)plan.page(p, c);  // pages are at least 1 KB: their number fits
+  const int end = (int)plan.page(p, c + 1);
   // A warp takes its window items when the first pages have been asked for.
-  u64 item = plan.item(c) + warp;
-  const u64 last_item = plan.item(c + 1);
+  int item = (int)plan.item(c) + warp;
+  const int last_item = (int)plan.item(c + 1);
+  if (item < last_item) prefetch_window(p, item / p.items_a_head / heads, item / p.items_a_head % heads, item % p.items_a_head * p.item_tokens);
   do {
     const bool pages = at < end;
     Place place = {0, 0, 1};
     if (pages) place = place_of(p, at);
-    const u64 base = (u64)place.before * heads;
-    const int b = place.request, hv = (int)((at - base) / place.pages), from = (int)((at - base) % place.pages);
-    const int to = pages ? (int)min((u64)place.pages, from + (end - at)) : from, first = p.hist_start[b] / PAGE;
-    Walk walk(p, b, hv / BLOCKS, first, from, to);
-    Query query;
+    const int b = place.request, rest = at - place.before * heads, hv = rest / place.pages, from = rest % place.pages;
+    const int to = pages ? min(place.pages, from + (end - at)) : from, first = p.hist_start[b] / PAGE;
     if (pages) {
+      Walk walk(p, b, hv / BLOCKS, first, from, to);
 #pragma unroll
       for (int i = 0; i < STAGES - 1; ++i) walk.ask(ring, (ring.stage + i) % STAGES);
-      prepare_query(p, query, room, shared, ring.base + (ring.stage + STAGES - 1) % STAGES * STAGE_BYTES, b, hv);
+      turn_query(p, room, shared, ring.base + (ring.stage + STAGES - 1) % STAGES * STAGE_BYTES, b, hv);
     }
+#pragma unroll 1
     for (; item < last_item; item += WARPS) {
-      const u64 bh = item / p.items_a_head;
-      s.reset();
-      s.step_scale = 1.f;
-      window(p, s, (int)(bh / heads), (int)(bh % heads), (int)(item % p.items_a_head) * p.item_tokens, windows + item);
+      const int bh = item / p.items_a_head;
+      window(p, bh / heads, bh % heads, item % p.items_a_head * p.item_tokens, windows + item);
     }
     if (pages) {
+      // Made anew: across the windows it would cost registers.
+      Walk walk(p, b, hv / BLOCKS, first, from + (STAGES - 1) * WARPS, to);
+      State s;
+      Query query;
+      load_query(query, room);
       s.reset();
       history(p, ring, walk, s, query, b, first, from, to);
-      merge_warps(p, s, shared, room.centre, c + (u64)b * heads + hv);
+      merge_warps(p, s, shared, room.centre, c + b * heads + hv);
       at += to - from;
     }
   } while (at < end);
