@@ -84,13 +84,13 @@ WIDE_VARIANTS: list[Tuning] = [
     {"tiles": 2, "warps": 8, "stages": 3, "min_blocks": 1},
     {"tiles": 1, "warps": 12, "stages": 4, "min_blocks": 1},
 ]
-TUNED = [
-    (Shape(32, 1), VARIANTS),
-    (Shape(32, 8), VARIANTS),
-    (Shape(32, 32), VARIANTS[:5]),
-    (Shape(96, 8), WIDE_VARIANTS),
-]
-TUNED += [(Shape(32, 128, 8192), VARIANTS[:5])]
+TUNED = {
+    Shape(32, 1): VARIANTS,
+    Shape(32, 8): VARIANTS,
+    Shape(32, 32): VARIANTS[:5],
+    Shape(96, 8): WIDE_VARIANTS,
+    Shape(32, 128, 8192): VARIANTS[:5],
+}
 RAGGED = [(64, 4000, 4200), (64, 64, 64), (10, 131, 200), (0, 0, 0), (5, 64, 70), (64, 129, 400), (64, 20000, 20250)]
 CHECKS: list[tuple[PageLayout, int, dict[str, Any]]] = [
     *((PageLayout(128, 128, k, v), 4, {}) for k, v in ((2, 2), (2, 1), (3, 2), (3, 3), (4, 4), (1, 4))),

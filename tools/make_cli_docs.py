@@ -20,7 +20,7 @@ import typer
 from oscar_kv.cli import app
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
-BLOCK = re.compile(r"(<!-- options:(\w+) -->\n).*?(<!-- /options -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- options:([\w-]+) -->\n).*?(<!-- /options -->)", re.DOTALL)
 
 
 def table(name: str) -> str:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw docs/images/quality.png, README's picture, from a quality results file.
 
-python tools/make_readme_picture.py [benchmarks/results/quality_smollm2.json]
+python tools/make_readme_picture.py [benchmarks/results/quality_qwen.json]
 python tools/make_readme_picture.py --check     exit 1 if the picture was drawn from another state of the file
 
 The picture carries the hash of the rows that it shows.
@@ -24,7 +24,7 @@ from oscar_kv.evaluation.plots import quality_bars, save
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    default = ROOT / "benchmarks" / "results" / "quality_smollm2.json"
+    default = ROOT / "benchmarks" / "results" / "quality_qwen.json"
     parser.add_argument("results", type=Path, nargs="?", default=default)
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs" / "images" / "quality.png")
     parser.add_argument("--check", action="store_true", help="exit 1 if the picture is out of date; draw nothing")

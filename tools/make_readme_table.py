@@ -22,11 +22,11 @@ BEGIN, END = "<!-- results:begin (python tools/make_readme_table.py) -->", "<!--
 PICTURE_BEGIN, PICTURE_END = "<!-- picture:begin (python tools/make_readme_table.py) -->", "<!-- picture:end -->"
 PICTURE = """![KL divergence to full precision by recipe](docs/images/quality.png)
 
-*Every 2-bit recipe in the picture stores the same number of bytes. [How it is measured](#measured-results).*"""
+*`naive`, `quarot`, `oscar-paper`, `k2v2-plain` and `k2v2` store the same number of bytes. [How it is measured](#measured-results).*"""
 NONE_YET = "No results file is in `benchmarks/results/` yet."
 RECIPES = ("bf16", "naive", "quarot", "oscar-paper", "k2v2-plain", "k2v1", "k2v2", "k3v2", "k3v3", "k4v4")
-FOLD = 24
-"""Tables longer than this are folded, not cut."""
+FOLD, FOLD_OTHERS = 24, 8
+"""Tables longer than this are folded, not cut; the second figure is for files without a table of their own."""
 Row = Mapping[str, Any]
 
 
@@ -57,10 +57,10 @@ def figure(value: Any) -> str:
     return str(value).replace("|", "\\|")
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], fold: int = FOLD) -> list[str]:
     out = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
     out += ["| " + " | ".join(row) + " |" for row in rows]
-    if len(rows) <= FOLD:
+    if len(rows) <= fold:
         return out
     return [f"<details><summary>{len(rows)} rows</summary>", "", *out, "", "</details>"]
 
@@ -142,7 +142,7 @@ def decode(rows: list[Row]) -> list[str]:
 def generic(rows: list[Row]) -> list[str]:
     """Every field of every row."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    return [*markdown(columns, [[figure(row.get(c)) for c in columns] for row in rows]), ""]
+    return [*markdown(columns, [[figure(row.get(c)) for c in columns] for row in rows], FOLD_OTHERS), ""]
 
 
 BUILDERS: dict[str, Callable[[list[Row]], list[str]]] = {"quality": quality, "decode": decode}

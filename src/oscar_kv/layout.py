@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Literal
 
 import torch
@@ -116,18 +117,54 @@ def code_positions(side: Side, d: int, bits: int) -> tuple[Tensor, Tensor]:
     return _word_byte(lane, word, d * bits // 16) + bit // 8, bit % 8
 
 
-@cache
-def _order(side: Side, d: int, bits: int, device: torch.device) -> Tensor:
-    """Index [64·d] into a page's codes, row-major, of the code at each (byte, bit) in storage order."""
-    byte, bit = code_positions(side, d, bits)
-    order = torch.empty(PAGE * d, dtype=torch.int64)
-    order[((byte * 8 + bit) // bits).reshape(-1)] = torch.arange(PAGE * d)
-    return order.to(device)
+# Eight codes of one token, dims 8i … 8i+7, share a slot: packing and unpacking treat them as one int64 of eight bytes.
+# Shifts of a whole int64 move bits between its bytes; the masks drop what has crossed.
 
 
 @cache
-def _inverse(side: Side, d: int, bits: int, device: torch.device) -> Tensor:
-    return _order(side, d, bits, device).argsort()
+def _mask(bits: int) -> int:
+    return int.from_bytes(bytes([2**bits - 1] * 8), "little")
+
+
+@cache
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    """Bit in the byte of the slots that share it, int64 [8/bits, 1]."""
+    shifts = [0, 2, 4, 6, 1, 3, 5, 7] if bits == 1 else range(0, 8, bits)
+    return torch.tensor(shifts, device=device)[:, None]
+
+
+def _slots_first(octet: Tensor, side: Side) -> Tensor:
+    """[n, 64, d/8] (token, octet of dims) → [n, d, 8] (slot, token mod 8)."""
+    n, _, octets = octet.shape
+    if side == "k":
+        return octet.view(n, 8, 8, octets).transpose(2, 3).reshape(n, 8 * octets, 8)
+    return octet.view(n, 8, 8, octets // 2, 2).permute(0, 1, 4, 3, 2).reshape(n, 8 * octets, 8)
+
+
+def _tokens_first(slot: Tensor, side: Side) -> Tensor:
+    """The inverse of ``_slots_first``: [n, d, 8] → [n, 64, d/8]."""
+    n, d, _ = slot.shape
+    if side == "k":
+        return slot.view(n, 8, d // 8, 8).transpose(2, 3).reshape(n, PAGE, d // 8)
+    return slot.view(n, 8, 2, d // 16, 8).permute(0, 1, 4, 3, 2).reshape(n, PAGE, d // 8)
+
+
+@cache
+def _byte_order(side: Side, d: int, bits: int, device: torch.device) -> Tensor:
+    """Index [64·d·bits/8] into a plane's bytes that sorts them as (slots that share a byte, token mod 8, dim mod 8)."""
+    byte, _ = code_positions(side, d, bits)
+    octets = [_slots_first(byte[None, :, i::8], side)[0, :: 8 // bits] for i in range(8)]
+    return torch.stack(octets, -1).reshape(-1).to(device)
+
+
+@cache
+def _byte_order_back(side: Side, d: int, bits: int, device: torch.device) -> Tensor:
+    return _byte_order(side, d, bits, device).argsort()
+
+
+def _permuted(data: Tensor, order: Tensor) -> Tensor:
+    """Bytes [n, size] in this order. (gather takes bytes two to four times faster than indexing does.)"""
+    return data.gather(1, order.expand(len(data), -1))
 
 
 def pack_codes(code: Tensor, side: Side, bits: int) -> Tensor:
@@ -135,16 +172,16 @@ def pack_codes(code: Tensor, side: Side, bits: int) -> Tensor:
     if code.dtype != torch.uint8 or code.ndim < 2 or code.shape[-2] != PAGE:
         raise OscarError(f"codes of a page are uint8 [..., {PAGE}, d], got {code.dtype} {tuple(code.shape)}")
     lead, d = code.shape[:-2], check_head_dim(code.shape[-1])
-    flat, low, out = code.reshape(*lead, PAGE * d), 0, []
+    flat = code.reshape(prod(lead), PAGE, d).contiguous()
+    if flat.storage_offset() % 8:  # an int64 view must be aligned
+        flat = flat.clone()
+    slot, low, out = _slots_first(flat.view(torch.int64), side), 0, []
     for b in planes(bits):
-        part = (flat >> low) & (2**b - 1)
-        group = part[..., _order(side, d, b, code.device)].reshape(*lead, -1, 8 // b)
-        byte = group[..., 0].clone()
-        for j in range(1, 8 // b):
-            byte |= group[..., j] << (b * j)
-        out.append(byte)
+        part = (slot >> low) & _mask(b)
+        part = (part.view(len(flat), d * b // 8, 8 // b, 8) << _shifts(b, code.device)).sum(2)  # disjoint bits: sum is or
+        out.append(_permuted(part.view(torch.uint8).flatten(1), _byte_order_back(side, d, b, code.device)))
         low += b
-    return out[0] if len(out) == 1 else torch.cat(out, -1)
+    return (out[0] if len(out) == 1 else torch.cat(out, -1)).view(*lead, PAGE * d * bits // 8)
 
 
 def unpack_codes(data: Tensor, side: Side, d: int, bits: int) -> Tensor:
@@ -153,17 +190,16 @@ def unpack_codes(data: Tensor, side: Side, d: int, bits: int) -> Tensor:
         raise OscarError(
             f"the planes of {bits} bits at head_dim {d} are {PAGE * d * bits // 8} uint8, got {tuple(data.shape)}"
         )
-    lead, code, low, offset = data.shape[:-1], None, 0, 0
+    lead, flat, slot, low, offset = data.shape[:-1], data.reshape(prod(data.shape[:-1]), data.shape[-1]), None, 0, 0
     for b in planes(bits):
         size = PAGE * d * b // 8
-        byte = data[..., offset : offset + size]
-        shifts = torch.arange(0, 8, b, device=data.device, dtype=torch.uint8)
-        part = ((byte[..., None] >> shifts) & (2**b - 1)).reshape(*lead, -1)
-        part = part[..., _inverse(side, d, b, data.device)] << low
-        code = part if code is None else code | part
+        part = _permuted(flat[:, offset : offset + size], _byte_order(side, d, b, data.device))
+        part = part.view(torch.int64).view(len(flat), d * b // 8, 1, 8) >> _shifts(b, data.device)
+        part = (part & _mask(b)).view(len(flat), d, 8)
+        slot = part if slot is None else slot | (part << low)
         low, offset = low + b, offset + size
-    assert code is not None
-    return code.reshape(*lead, PAGE, d)
+    assert slot is not None
+    return _tokens_first(slot, side).view(torch.uint8).view(*lead, PAGE, d)
 
 
 def write_pages(layout: PageLayout, k: Quantised, v: Quantised) -> Tensor:

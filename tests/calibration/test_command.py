@@ -18,10 +18,10 @@ from typer.testing import CliRunner  # noqa: E402
 from oscar_kv.artifact import Artifact  # noqa: E402
 from oscar_kv.calibration import Moments  # noqa: E402
 from oscar_kv.cli import app  # noqa: E402
-from oscar_kv.cli.calibrate import bits_per_element  # noqa: E402
 from oscar_kv.errors import OscarError  # noqa: E402
 from oscar_kv.integrations.transformers.identity import check_model  # noqa: E402
 from oscar_kv.integrations.transformers.loading import choose_device, choose_dtype, load_config, load_model  # noqa: E402
+from oscar_kv.memory import bits_per_element  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def test_every_command_parses(page: str, line: str) -> None:
     assert command is not None, f"{page}: no such command: {line}"
     inner: Any = type(context)(command, info_name=words[0], parent=context)
     options, rest, _ = command.make_parser(inner).parse_args(args=words[1:])  # raises for an unknown option
-    if words[1:] and {"MODEL", "ARTIFACT"} & set(words[1:]):
+    if "--help" in words:
         return
     needed = [p for p in command.get_params(inner) if p.required and p.name not in options]
     assert not needed or not words[1:], f"{page}: {line}: lacks {[p.name for p in needed]}"
@@ -256,4 +256,4 @@ def test_the_option_tables_are_those_of_the_commands() -> None:
 
 def test_every_command_has_its_option_table() -> None:
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"<!-- options:(\w+) -->", text)) == {*COMMANDS, "version"}
+    assert set(re.findall(r"<!-- options:([\w-]+) -->", text)) == {*COMMANDS, "version"}

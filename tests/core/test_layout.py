@@ -68,3 +68,10 @@ def test_bits_per_element(d: int, bits: tuple[int, int], expected: float) -> Non
     rows = [Quantised(torch.zeros(64, d, dtype=torch.uint8), torch.ones(64).half(), torch.ones(64).half())] * 2
     assert layout.bits_per_element == expected
     assert write_pages(layout, *rows).nbytes * 8 / (64 * 2 * d) == expected
+
+
+def test_no_pages_at_all() -> None:
+    layout = PageLayout(64, 80, 3, 2)
+    k, v = read_pages(layout, torch.empty(0, 2, layout.page_bytes, dtype=torch.uint8))
+    assert k.code.shape == (0, 2, 64, 64) and v.code.shape == (0, 2, 64, 80) and k.step.shape == (0, 2, 64)
+    assert write_pages(layout, k, v).shape == (0, 2, layout.page_bytes)

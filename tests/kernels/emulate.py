@@ -6,7 +6,9 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from oscar_kv.kernels.cuda.compiler import source
@@ -34,39 +36,32 @@ def compiler() -> str | None:
     return shutil.which("g++")
 
 
+@cache
+def build(header: str) -> ctypes.CDLL:
+    """The library of one specialisation, built once a process."""
+    command = [compiler() or "g++", "-std=c++17", "-O1", "-w", "-fpermissive", "-fno-gnu-unique", "-shared", "-fPIC"]
+    with tempfile.TemporaryDirectory() as folder:
+        at = Path(folder)
+        for name in ("common.cuh", "fragments.cuh", "decode.cu", "finish.cu"):
+            (at / name).write_text(source(name))
+        (at / "emulator.h").write_text((Path(__file__).parent / "emulator.h").read_text())
+        (at / "ptx.cuh").write_text('#include "emulator.h"\n')
+        (at / "config.cuh").write_text(header)
+        (at / "main.cpp").write_text(MAIN)
+        command += ["main.cpp", "-o", "emulated.so"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[:4000]
+        return ctypes.CDLL(str(at / "emulated.so"))
+
+
 @dataclass
 class EmulatedKernels:
     """Same interface as DeviceKernels, on CPU tensors."""
 
     spec: DecodeSpec
     blocks: int
-    folder: Path
     multiprocessors: int = 4
-
-    def __post_init__(self) -> None:
-        for name in ("common.cuh", "fragments.cuh", "decode.cu", "finish.cu"):
-            (self.folder / name).write_text(source(name))
-        (self.folder / "emulator.h").write_text((Path(__file__).parent / "emulator.h").read_text())
-        (self.folder / "ptx.cuh").write_text('#include "emulator.h"\n')
-        (self.folder / "config.cuh").write_text(self.spec.header)
-        (self.folder / "main.cpp").write_text(MAIN)
-        command = [
-            compiler() or "g++",
-            "-std=c++17",
-            "-O1",
-            "-w",
-            "-fpermissive",
-            "-fno-gnu-unique",
-            "-shared",
-            "-fPIC",
-            "main.cpp",
-            "-o",
-            "emulated.so",
-        ]
-        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr[:4000]
-        self._library = ctypes.CDLL(str(self.folder / "emulated.so"))
 
     def launch(self, name: str, grid: tuple[int, int], params: Params) -> None:
         threads = 32 * self.spec.warps if name == "decode" else FINISH_THREADS
-        self._library.emulate(NAMES.index(name), grid[0], grid[1], threads, ctypes.byref(params))
+        build(self.spec.header).emulate(NAMES.index(name), grid[0], grid[1], threads, ctypes.byref(params))

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from ..artifact import Artifact
+from ..artifact import MIN_TOKENS, Artifact
 from ..recipe import Recipe, get_recipe
-from .collect import MIN_HISTORY_QUERIES, MIN_TOKENS, Progress, collect
+from .collect import MIN_HISTORY_QUERIES, Progress, collect
 from .data import TextSource, chunks, describe, load_texts
 from .fit import Plan, data_free, fit
 from .moments import Moments

@@ -45,12 +45,10 @@ def load_texts(source: str | Path) -> list[Document]:
     """
     name = str(source)
     if name in BUILTIN:
-        from ..demo import texts
+        from ..demo.texts import load
 
         return [
-            Document(text.name, text.text, group=kind)
-            for kind in BUILTIN[name]
-            for text in texts.load(kind, "calibration")
+            Document(text.name, text.text, group=kind) for kind in BUILTIN[name] for text in load(kind, "calibration")
         ]
     if name.startswith("builtin"):
         raise CalibrationError(f"data {name!r}: built-in texts are {', '.join(BUILTIN)}")

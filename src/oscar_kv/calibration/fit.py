@@ -134,7 +134,7 @@ def data_free(config: Any, model_id: str, recipe: str | Recipe = "k2v2", plan: P
     """
     from ..errors import UnsupportedModelError
     from ..integrations.transformers.geometry import layer_geometries
-    from ..integrations.transformers.identity import attention_config, config_hash
+    from ..integrations.transformers.identity import config_identity
 
     chosen = get_recipe(recipe)
     kind = "none" if chosen.rotation == "none" else "hadamard"
@@ -145,9 +145,6 @@ def data_free(config: Any, model_id: str, recipe: str | Recipe = "k2v2", plan: P
     layers = layer_geometries(config)
     if not any(layer.kind == "full" for layer in layers):
         raise UnsupportedModelError(f"{config.model_type}: no full-attention layer, there is nothing to quantise")
-    fields = attention_config(config)
-    architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
-    identity = ModelIdentity(id=model_id, architecture=architecture, config=fields, config_sha256=config_hash(fields))
     tensors = {}
     for i, layer in enumerate(layers):
         if layer.kind == "full":
@@ -160,6 +157,6 @@ def data_free(config: Any, model_id: str, recipe: str | Recipe = "k2v2", plan: P
     calibration = Calibration(
         source="data-free", tokens=0, notes="from the configuration alone: Hadamard, no centring, no shaping"
     )
-    artifact = Artifact(_metadata(identity, layers, chosen, plan, calibration), tensors)
+    artifact = Artifact(_metadata(config_identity(config, model_id), layers, chosen, plan, calibration), tensors)
     artifact.validate("data-free artifact")
     return artifact

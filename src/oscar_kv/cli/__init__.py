@@ -18,6 +18,8 @@ COMMANDS = {
     "eval": "Perplexity, KL divergence to full precision and needle retrieval, recipes side by side.",
     "generate": "Generate text with a quantised cache; --compare shows full precision beside it.",
     "inspect": "What an artifact holds and predicts: text, JSON, plots, an HTML report.",
+    "zoo-import": "Make an artifact of a RotationZoo K file and V file (no centring, no shaping).",
+    "zoo-export": "Write an artifact's rotations as a RotationZoo K file and V file.",
 }
 """Every command that lives in a module of its own: name → the line that ``oscar-kv --help`` shows."""
 
@@ -63,7 +65,7 @@ class _LazyGroup(TyperGroup):
 
 def load_command(name: str) -> Any:
     """The parser and callback of one command, from its module's function ``command``."""
-    function = import_module(f".{name}", __name__).command
+    function = import_module(f".{name.replace('-', '_')}", __name__).command
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command(name, help=function.__doc__ or COMMANDS[name])(function)
     made: Any = typer.main.get_command(app)

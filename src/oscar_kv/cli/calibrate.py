@@ -135,25 +135,10 @@ def _load_moments(path: Path, model: str) -> Moments:
     return moments
 
 
-def bits_per_element(artifact: Artifact, context: int | None = None) -> float:
-    """Mean bits of an element of the quantised layers' caches.
-
-    Of the history alone (None), or at a context: codes and metadata of every token, and sink, recent and slack rows in
-    16 bits besides.
-    """
-    bits = elements = 0.0
-    for i, layer in enumerate(artifact.meta.layers):
-        if layer.kind == "full":
-            recipe = artifact.layer_recipe(i)
-            size_of = layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim)
-            raw = 0 if context is None else 16 * min(1, (recipe.sink + recipe.recent + recipe.slack) / context)
-            bits += size_of * (artifact.codec(i).layout.bits_per_element + raw)
-            elements += size_of
-    return bits / elements
-
-
 def summary(artifact: Artifact, output: Path | None) -> dict[str, Any]:
     """What ``--json`` writes."""
+    from ..memory import bits_per_element
+
     return {
         "file": None if output is None else str(output),
         "label": artifact.label,
@@ -167,6 +152,8 @@ def summary(artifact: Artifact, output: Path | None) -> dict[str, Any]:
 
 
 def _show(artifact: Artifact, output: Path | None, save_moments: Path | None) -> None:
+    from ..memory import bits_per_element
+
     meta = artifact.meta
     full = sum(layer.kind == "full" for layer in meta.layers)
     rows = [

@@ -22,7 +22,7 @@ KINDS = ("code", "prose")
 SHOWN = "k2v2"
 """The recipe that is calibrated for, marked in tables, and generated with."""
 PROMPT_TOKENS, BUCKET = 1000, 192
-COLUMNS = ("recipe", "K/V bits", "bits/element", "KL code", "KL prose", "perplexity code", "perplexity prose")
+COLUMNS = ("recipe", "K/V", "bits/elem", "KL code", "KL prose", "PPL code", "PPL prose")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def command(
 
 READING = (
     "KL: mean divergence from full precision, nats a token, positions ≥ 512; 0 is identical. "
-    "bits/element: the whole cache at this context, exact windows included."
+    "bits/elem: bits an element of the whole cache at this context, exact windows included. PPL: perplexity."
 )
 
 

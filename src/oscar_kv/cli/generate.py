@@ -200,21 +200,19 @@ def show(samples: list[Sample], artifact: Artifact) -> None:
     for s in samples:
         console.rule(s.recipe, align="left", characters="─")
         console.print(s.text.strip(), markup=False)
-    rows = [
-        [
-            s.recipe, s.kernel, number(s.bits_per_element, 2), number(16 / s.bits_per_element, 2),
-            f"{s.history_tokens:,}", f"{size(s.cache_bytes)} ({s.dtype})", size(s.bf16_bytes),
-            f"{s.first_token_s:.2f}", number(s.tokens_per_s, 1),
-        ]
-        for s in samples
-    ]  # fmt: skip
     n = samples[0].prompt_tokens + samples[0].new_tokens
-    columns = (
-        "cache", "kernel", f"bits/element at {n:,}", "× below BF16", "tokens in history", "cache now", "in BF16",
-        "first token s", "tokens/s",
-    )  # fmt: skip
+    rows = [
+        ["kernel", *(s.kernel for s in samples)],
+        [f"bits/element at {n:,} tokens", *(number(s.bits_per_element, 2) for s in samples)],
+        ["times below BF16", *(number(16 / s.bits_per_element, 2) for s in samples)],
+        ["tokens read from codes", *(f"{s.history_tokens:,}" for s in samples)],
+        ["cache now", *(f"{size(s.cache_bytes)} ({s.dtype})" for s in samples)],
+        ["the same in BF16", *(size(s.bf16_bytes) for s in samples)],
+        ["first token", *(f"{s.first_token_s:.2f} s" for s in samples)],
+        ["then tokens/s", *(number(s.tokens_per_s, 1) for s in samples)],
+    ]
     note = "" if samples[0].dtype in ("bfloat16", "float16") else RAW_NOTE.format(samples[0].dtype)
-    console.print(table("", columns, rows, caption=note))
+    console.print(table("", ("cache", *(s.recipe for s in samples)), rows, caption=note))
     console.print(f"artifact {artifact.sha256[:16]}  recipe {artifact.label}", markup=False)
     if not samples[0].history_tokens:
         windows = sum(artifact.recipe.windows)
@@ -224,6 +222,5 @@ def show(samples: list[Sample], artifact: Artifact) -> None:
 
 
 FULL = "full precision"
-RAW_NOTE = (
-    "This model runs in {0}, and so do the windows (cache now); bits/element and × below BF16 count them in 16 bits."
-)
+RAW_NOTE = "This model runs in {0}, and so do the windows (cache now); "
+    "bits/element and times below BF16 count them in 16 bits."

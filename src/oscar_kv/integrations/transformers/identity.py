@@ -130,6 +130,13 @@ def weight_samples(model: nn.Module) -> tuple[WeightSample, ...]:
     return tuple(out)
 
 
+def config_identity(config: Any, model_id: str) -> ModelIdentity:
+    """What is known of a model from its configuration alone: no weight samples."""
+    fields = attention_config(config)
+    architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
+    return ModelIdentity(id=model_id, architecture=architecture, config=fields, config_sha256=config_hash(fields))
+
+
 def model_identity(model: nn.Module, model_id: str) -> ModelIdentity:
     """What an artifact records of its model. Raises UnsupportedModelError for attention that cannot be held."""
     config = attention_config(model.config)

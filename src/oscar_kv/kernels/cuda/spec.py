@@ -102,11 +102,7 @@ class DecodeSpec:
             "tiles": tiles,
             "warps": 4,
             "stages": 4,
-            "min_blocks": 1
-            if wide or tiles == 2
-            else 2
-            if layout.k_bits + layout.v_bits > 6 or capability >= (10, 0)
-            else 3,
+            "min_blocks": 1 if wide or tiles == 2 else 2 if many else 3,
             "bulk": new,
             "chained": new,
         }
