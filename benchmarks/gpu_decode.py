@@ -244,10 +244,11 @@ def where(s: Shape, tuning: Tuning) -> list[tuple[str, float]]:
     return out
 
 
-def compile_only(capability: tuple[int, int]) -> None:
-    shapes = [(s, {}) for s in TABLE + OTHERS] + [(s, t) for s, variants in TUNED.items() for t in variants]
+def compile_only(capability: tuple[int, int], table: list[Shape], some: bool) -> None:
+    shapes = [(s, {}) for s in table] + [(s, t) for s, variants in TUNED.items() for t in variants]
     wanted = [(s.layout, s.group, torch.bfloat16, t, False) for s, t in shapes]
-    wanted += [(layout, g, dtype, {}, False) for layout, g, _ in CHECKS for dtype in (torch.float16, torch.bfloat16)]
+    checks = [c for i, c in enumerate(CHECKS) if not some or i in SOME_CHECKS]
+    wanted += [(layout, g, dtype, {}, False) for layout, g, _ in checks for dtype in (torch.float16, torch.bfloat16)]
     wanted += [
         (CHECKS[0][0], 4, dtype, t, cap)
         for dtype in (torch.float16, torch.bfloat16)
@@ -322,23 +323,22 @@ def main() -> None:
     parser.add_argument("--compile-only", metavar="CAPABILITY")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--some-checks", action="store_true")
-    parser.add_argument(
-        "--batches", type=lambda x: [int(y) for y in x.split(",")], help="rows of the table with these only"
-    )
+    parser.add_argument("--shapes", default="", help="rows of the table by number, as 0,1,4")
     parser.add_argument("--budget", type=float, default=420.0, help="seconds after which no new part begins")
     parser.add_argument("--preflight", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    table = [TABLE[int(i)] for i in args.shapes.split(",")] if args.shapes else TABLE
     if args.preflight is not None:
         sys.exit(not check(*CHECKS[0], args.preflight))
     if args.compile_only:
         major, minor = args.compile_only.split(".")
-        compile_only((int(major), int(minor)))
+        others = OTHERS if "others" in args.parts.split(",") else []
+        compile_only((int(major), int(minor)), table + others, args.some_checks)
         return
     parts, report, good = args.parts.split(","), Report(args.out), True
     torch.manual_seed(0)
     torch.cuda.init()
     report.say(f"{torch.cuda.get_device_name()} {torch.__version__}")
-    table = [TABLE[int(i)] for i in args.shapes.split(",")] if args.shapes else TABLE
 
     def wanted(part: str) -> bool:
         late = time.time() - report.began > args.budget

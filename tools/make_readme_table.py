@@ -22,7 +22,8 @@ BEGIN, END = "<!-- results:begin (python tools/make_readme_table.py) -->", "<!--
 PICTURE_BEGIN, PICTURE_END = "<!-- picture:begin (python tools/make_readme_table.py) -->", "<!-- picture:end -->"
 PICTURE = """![KL divergence to full precision by recipe](docs/images/quality.png)
 
-*`naive`, `quarot`, `oscar-paper`, `k2v2-plain` and `k2v2` store the same number of bytes. [How it is measured](#measured-results).*"""
+*`naive`, `quarot`, `oscar-paper`, `k2v2-plain` and `k2v2` store the same number of bytes.
+[How it is measured](#measured-results).*"""
 NONE_YET = "No results file is in `benchmarks/results/` yet."
 RECIPES = ("bf16", "naive", "quarot", "oscar-paper", "k2v2-plain", "k2v1", "k2v2", "k3v2", "k3v3", "k4v4")
 FOLD, FOLD_OTHERS = 24, 8

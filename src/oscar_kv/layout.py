@@ -178,7 +178,8 @@ def pack_codes(code: Tensor, side: Side, bits: int) -> Tensor:
     slot, low, out = _slots_first(flat.view(torch.int64), side), 0, []
     for b in planes(bits):
         part = (slot >> low) & _mask(b)
-        part = (part.view(len(flat), d * b // 8, 8 // b, 8) << _shifts(b, code.device)).sum(2)  # disjoint bits: sum is or
+        shifted = part.view(len(flat), d * b // 8, 8 // b, 8) << _shifts(b, code.device)
+        part = shifted.sum(2)  # their bits are disjoint: the sum is an or
         out.append(_permuted(part.view(torch.uint8).flatten(1), _byte_order_back(side, d, b, code.device)))
         low += b
     return (out[0] if len(out) == 1 else torch.cat(out, -1)).view(*lead, PAGE * d * bits // 8)
@@ -190,7 +191,8 @@ def unpack_codes(data: Tensor, side: Side, d: int, bits: int) -> Tensor:
         raise OscarError(
             f"the planes of {bits} bits at head_dim {d} are {PAGE * d * bits // 8} uint8, got {tuple(data.shape)}"
         )
-    lead, flat, slot, low, offset = data.shape[:-1], data.reshape(prod(data.shape[:-1]), data.shape[-1]), None, 0, 0
+    lead, slot, low, offset = data.shape[:-1], None, 0, 0
+    flat = data.reshape(prod(lead), data.shape[-1])
     for b in planes(bits):
         size = PAGE * d * b // 8
         part = _permuted(flat[:, offset : offset + size], _byte_order(side, d, b, data.device))

@@ -24,6 +24,22 @@ def test_pack_then_unpack_is_the_identity(d: int, bits: int) -> None:
         assert torch.equal(unpack_codes(data, side, d, bits), code)
 
 
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_slices_and_views_of_other_tensors_pack_and_unpack(bits: int) -> None:
+    """Rows that start at an odd byte, transposed rows, and pages cut out of wider ones."""
+    code = torch.randint(0, 2**bits, (3, 64, 48), dtype=torch.uint8)
+    odd = torch.empty(code.numel() + 3, dtype=torch.uint8)[3:].view_as(code).copy_(code)
+    for side in ("k", "v"):
+        data = pack_codes(code, side, bits)
+        assert torch.equal(pack_codes(odd, side, bits), data)
+        assert torch.equal(pack_codes(code.mT.contiguous().mT, side, bits), data)
+        wide = torch.full((3, data.shape[1] + 10), 255, dtype=torch.uint8)
+        wide[:, 5:-5] = data
+        assert torch.equal(unpack_codes(wide[:, 5:-5], side, 48, bits), code)
+        high = code + (255 << bits) % 256  # bits beyond the width are dropped
+        assert torch.equal(pack_codes(high, side, bits), data)
+
+
 @pytest.mark.parametrize("bits", [1, 2, 4])
 @pytest.mark.parametrize("d", DIMS)
 def test_the_rule_is_a_bijection_without_padding(d: int, bits: int) -> None:

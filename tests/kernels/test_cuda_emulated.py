@@ -113,6 +113,13 @@ def test_warps(warps: int) -> None:
     assert relative_error(*decode(PageLayout(64, 64, 2, 2), 4, tuning=tuning)) < LIMIT
 
 
+@pytest.mark.parametrize("softcap", [0.0, slow(3.0)])
+def test_long_runs_are_added_up_in_pieces(softcap: float) -> None:
+    lengths, tuning = [(64, 2000, 2200), (3, 900, 1000)], {"flush_pages": 2, "warps": 2}
+    out = decode(PageLayout(64, 64, 2, 2), 4, lengths, blocks=3, tuning=tuning, softcap=softcap)
+    assert relative_error(*out) < LIMIT
+
+
 def test_large_batch() -> None:
     """More requests than a warp has lanes, some without history, fewer blocks than (request, head) pairs."""
     lengths = [(64, 64 + 64 * (i % 3), 70 + 64 * (i % 3)) for i in range(40)]

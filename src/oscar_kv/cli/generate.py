@@ -222,5 +222,7 @@ def show(samples: list[Sample], artifact: Artifact) -> None:
 
 
 FULL = "full precision"
-RAW_NOTE = "This model runs in {0}, and so do the windows (cache now); "
+RAW_NOTE = (
+    "This model runs in {0}, and so do the windows (cache now); "
     "bits/element and times below BF16 count them in 16 bits."
+)

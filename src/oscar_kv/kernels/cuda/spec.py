@@ -58,7 +58,8 @@ class DecodeSpec:
     """One specialisation: layout, query heads a KV head, dtype of the raw rows, soft-cap, and the tuning of the launch.
 
     tiles: columns of 8 query heads a warp serves; warps a block, stages a warp's ring; bulk: cp.async.bulk (sm_90+);
-    chained: programmatic dependent launch (sm_90+); chain_first: of the first kernel too, behind whatever ran before.
+    chained: programmatic dependent launch (sm_90+); chain_first: of the first kernel too, behind whatever ran before;
+    flush_pages: pages a warp's tensor cores add up before they start from zero again (they truncate).
     """
 
     layout: PageLayout
@@ -73,6 +74,7 @@ class DecodeSpec:
     bulk: bool
     chained: bool
     chain_first: bool = False
+    flush_pages: int = 512
 
     @classmethod
     def choose(
@@ -182,6 +184,7 @@ class DecodeSpec:
             "CHAINED": int(self.chained), "SOFTCAP": int(self.softcap), "FINISH_ROWS": self.finish_rows,
             "WINDOW_BF16": int(self.dtype == torch.bfloat16), "BARRIER_OFFSET": self.barrier_offset,
             "STAGE_BYTES": self.stage_bytes, "QUERY_OFFSET": self.query_offset, "QUERY_BYTES": self.query_bytes,
+            "FLUSH_PAGES": self.flush_pages,
             "CHAIN_FIRST": int(self.chained and self.chain_first),
         }  # fmt: skip
         lines = [

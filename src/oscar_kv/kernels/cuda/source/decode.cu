@@ -64,8 +64,10 @@ DEVICE float capped(const Params& p, float x) {
 
 // Merge the warps' states through shared memory and write one partial: output / mass and log2 of the mass.
 // Rows of 8 dimensions carry 2^target(group) of the layout; centre: log2(e) * scale * q.centre, constant over the history.
+// continued: the slot already holds this block's earlier pages of the same head; tensor cores truncate as they add, so
+// no warp adds up more than FLUSH_PAGES pages before it starts from zero again.
 constexpr int MERGE_STRIDE = V_DIM + 4;  // spreads the columns of a warp over the banks
-DEVICE void merge_warps(const Params& p, State& s, u8* shared, const float* centre, u64 slot) {
+DEVICE void merge_warps(const Params& p, State& s, u8* shared, const float* centre, u64 slot, bool continued) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
   float* out = (float*)shared;                           // [WARPS][HEADS][MERGE_STRIDE]
   float* mass = out + WARPS * HEADS * MERGE_STRIDE;      // [WARPS][HEADS][2]: maximum, sum
@@ -95,12 +97,20 @@ DEVICE void merge_warps(const Params& p, State& s, u8* shared, const float* cent
       }
     }
   __syncthreads();
+  auto maximum = [&](int head) {
+    float top = continued ? p.partial_lse[slot * HEADS + head] - (SOFTCAP ? 0.f : centre[head]) : -1e30f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, mass[(w * HEADS + head) * 2]);
+    return top;
+  };
+  auto earlier = [&](int head, float top) {
+    return continued ? ex2(p.partial_lse[slot * HEADS + head] - (SOFTCAP ? 0.f : centre[head]) - top) : 0.f;
+  };
 #pragma unroll 1
   for (int i = threadIdx.x; i < HEADS * V_DIM; i += WARPS * 32) {
     const int head = i / V_DIM;
-    float top = -1e30f, sum = 0.f, value = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, mass[(w * HEADS + head) * 2]);
+    const float top = maximum(head);
+    float sum = earlier(head, top), value = continued ? sum * p.partial[slot * (HEADS * V_DIM) + i] : 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
       const float f = ex2(mass[(w * HEADS + head) * 2] - top);
@@ -108,12 +118,20 @@ DEVICE void merge_warps(const Params& p, State& s, u8* shared, const float* cent
       value += f * out[(w * HEADS + head) * MERGE_STRIDE + i % V_DIM];
     }
     p.partial[slot * (HEADS * V_DIM) + i] = value / sum;
-    if (i % V_DIM == 0) p.partial_lse[slot * HEADS + head] = top + lg2(sum) + (SOFTCAP ? 0.f : centre[head]);
+  }
+  float log_mass = 0.f;
+  if (threadIdx.x < HEADS) {
+    const float top = maximum(threadIdx.x);
+    float sum = earlier(threadIdx.x, top);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) sum += ex2(mass[(w * HEADS + threadIdx.x) * 2] - top) * mass[(w * HEADS + threadIdx.x) * 2 + 1];
+    log_mass = top + lg2(sum) + (SOFTCAP ? 0.f : centre[threadIdx.x]);
   }
 #if BULK
   bulk_fence();  // the ring's next copies come through the other proxy
 #endif
   __syncthreads();
+  if (threadIdx.x < HEADS) p.partial_lse[slot * HEADS + threadIdx.x] = log_mass;
 }
 
 // The ring of one warp: pages arrive in order, STAGES - 1 ahead.
@@ -578,13 +596,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
   // A warp takes its window items when the first pages have been asked for.
   int item = (int)plan.item(c) + warp;
   const int last_item = (int)plan.item(c + 1);
+  int last_slot = -1;
   if (item < last_item) prefetch_window(p, item / p.items_a_head / heads, item / p.items_a_head % heads, item % p.items_a_head * p.item_tokens);
   do {
     const bool pages = at < end;
     Place place = {0, 0, 1};
     if (pages) place = place_of(p, at);
     const int b = place.request, rest = at - place.before * heads, hv = rest / place.pages, from = rest % place.pages;
-    const int to = pages ? min(place.pages, from + (end - at)) : from, first = p.hist_start[b] / PAGE;
+    const int to = pages ? min(min(place.pages, from + (end - at)), from + FLUSH_PAGES * WARPS) : from, first = p.hist_start[b] / PAGE;
     if (pages) {
       Walk walk(p, b, hv / BLOCKS, first, from, to);
 #pragma unroll
@@ -604,7 +623,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
       load_query(query, room);
       s.reset();
       history(p, ring, walk, s, query, b, first, from, to);
-      merge_warps(p, s, shared, room.centre, c + b * heads + hv);
+      const int slot = c + b * heads + hv;
+      merge_warps(p, s, shared, room.centre, slot, slot == last_slot);
+      last_slot = slot;
       at += to - from;
     }
   } while (at < end);
