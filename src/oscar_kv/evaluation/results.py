@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import subprocess
@@ -129,10 +130,14 @@ def _git(*arguments: str) -> str | None:
 
 
 def commit() -> str:
-    """The checkout's commit, with "-dirty" if source files differ from it; "unknown" outside a checkout."""
+    """The checkout's commit, with "-dirty" if source files differ from it.
+
+    Outside a checkout: what the environment variable OSCAR_KV_COMMIT says (for copies without their history), else
+    "unknown".
+    """
     head = _git("rev-parse", "HEAD")
     if not head:
-        return "unknown"
+        return os.environ.get("OSCAR_KV_COMMIT", "unknown")
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return head + ("-dirty" if changed else "")
 
@@ -145,8 +150,6 @@ def machine() -> str:
         name = found.group(1) if found else name
     except OSError:
         pass
-    import os
-
     return f"{platform.system()} {platform.machine()}, {name}, {os.cpu_count()} cores"
 
 
