@@ -11,15 +11,15 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from families import CONFIGS, ids_of, tiny  # noqa: E402
+from families import CONFIGS, ids_of, tiny
 
-from oscar_kv.artifact import Artifact  # noqa: E402
-from oscar_kv.calibration import Moments, calibrate, collect, data_free, fit  # noqa: E402
-from oscar_kv.calibration.data import Document  # noqa: E402
-from oscar_kv.errors import CalibrationError, RecipeError, UnsupportedModelError  # noqa: E402
-from oscar_kv.integrations.transformers.identity import check_model  # noqa: E402
-from oscar_kv.recipe import PRESETS, get_recipe  # noqa: E402
-from oscar_kv.transform import bit_reversal, hadamard  # noqa: E402
+from oscar_kv.artifact import Artifact
+from oscar_kv.calibration import Moments, calibrate, collect, data_free, fit
+from oscar_kv.calibration.data import Document
+from oscar_kv.errors import CalibrationError, RecipeError, UnsupportedModelError
+from oscar_kv.integrations.transformers.identity import check_model
+from oscar_kv.recipe import PRESETS, get_recipe
+from oscar_kv.transform import bit_reversal, hadamard
 
 
 @pytest.fixture(scope="module")

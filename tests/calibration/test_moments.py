@@ -13,18 +13,18 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from families import CONFIGS, ids_of, tiny  # noqa: E402
+from families import CONFIGS, ids_of, tiny
 
-from oscar_kv.calibration import (  # noqa: E402
+from oscar_kv.calibration import (
     MIN_HISTORY_QUERIES,
     MIN_TOKENS,
     Moments,
     collect,
-    stream,  # noqa: E402
+    stream,
 )
-from oscar_kv.calibration.stream import FIELDS, chunk_sums, history_weights  # noqa: E402
-from oscar_kv.errors import CalibrationError, UnsupportedModelError  # noqa: E402
-from oscar_kv.integrations.transformers.capture import capture  # noqa: E402
+from oscar_kv.calibration.stream import FIELDS, chunk_sums, history_weights
+from oscar_kv.errors import CalibrationError, UnsupportedModelError
+from oscar_kv.integrations.transformers.capture import capture
 
 WINDOWS = {"sink": 5, "recent": 70}
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from families import CONFIGS, SOFTCAP, tiny  # noqa: E402
+from families import CONFIGS, SOFTCAP, tiny
 
-from oscar_kv.calibration import data_free  # noqa: E402
-from oscar_kv.errors import ArtifactError, UnsupportedModelError  # noqa: E402
-from oscar_kv.integrations.transformers.capture import capture  # noqa: E402
-from oscar_kv.integrations.transformers.geometry import layer_geometries  # noqa: E402
-from oscar_kv.integrations.transformers.identity import (  # noqa: E402
+from oscar_kv.calibration import data_free
+from oscar_kv.errors import ArtifactError, UnsupportedModelError
+from oscar_kv.integrations.transformers.capture import capture
+from oscar_kv.integrations.transformers.geometry import layer_geometries
+from oscar_kv.integrations.transformers.identity import (
     attention_config,
     check_model,
     config_hash,
