@@ -110,7 +110,8 @@ def main() -> None:
     parser.add_argument("--file", required=True)
     for name, kind, default in (
         ("model", str, None), ("name", str, None), ("dtype", str, "bfloat16"), ("device", str, "auto"),
-        ("tokens", int, 16384), ("chunk", int, 8192), ("context", int, 8192), ("texts", int, 4), ("seed", int, 0), ("commit", str, None),
+        ("tokens", int, 16384), ("chunk", int, 8192), ("context", int, 8192), ("texts", int, 4), ("seed", int, 0),
+        ("commit", str, None),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=kind, default=default)
     parser.add_argument("--fast", action="store_true")

@@ -70,6 +70,9 @@ def lengths(s: Shape, device: str) -> tuple[torch.Tensor, ...]:
 def time_graph(calls: list[Callable[[], object]], replays: int = 15, warm_s: float = 0.03) -> float:
     """Median ms a call over replays of a CUDA graph of all calls, once the clocks are up."""
     stream = torch.cuda.Stream()
+    # Such a stream does not wait for the default one, on which the inputs may still be in the making: without this, a
+    # first call has followed block numbers that were not written yet (an illegal access, in our kernels or another's).
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()
@@ -88,6 +91,7 @@ def time_graph(calls: list[Callable[[], object]], replays: int = 15, warm_s: flo
             a.record(stream), graph.replay(), b.record(stream)
             b.synchronize()
             times.append(a.elapsed_time(b) / len(calls))
+    torch.cuda.current_stream().wait_stream(stream)
     del graph
     return statistics.median(times)
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,21 +104,10 @@ def test_a_prompt_in_one_chunk_is_prefilled_exactly_by_both() -> None:
 # rounding for the same k and v, and as distributions otherwise.
 
 PROMPT, LENGTH = 330, 390
+Call = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-@dataclass
-class Served:
-    """A text served by the cache: its logits, and by layer what its attention was given and returned at each call."""
-
-    model: Any
-    artifact: Artifact
-    ids: Tensor
-    logits: Tensor
-    calls: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]]
-
-
-@pytest.fixture(scope="module")
-def smollm2_served(smollm2: Path) -> Served:
+def test_the_real_model(smollm2: Path) -> None:
     """330 tokens of prose in one chunk, then 60 one by one: their history grows over the border of a page."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -126,7 +116,16 @@ def smollm2_served(smollm2: Path) -> Served:
     ids = AutoTokenizer.from_pretrained(smollm2)(text, return_tensors="pt").input_ids[:, :LENGTH]
     assert ids.shape[1] == LENGTH
     artifact = artifact_of(m)
-    calls: dict[int, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {i: [] for i in artifact.layers}
+    with recorded(artifact) as calls:
+        logits = served(m, artifact, ids, [PROMPT])
+    same_rows_give_the_same_output(Emulation.of(artifact, m), calls)
+    same_distributions(full(m, ids), logits, one_pass(m, artifact, ids, prefill=PROMPT))
+
+
+@contextmanager
+def recorded(artifact: Artifact) -> Iterator[dict[int, list[Call]]]:
+    """By layer, what the cache's attention is given and returns at each call: q, k, v [1, heads, n, d] and output."""
+    calls: dict[int, list[Call]] = {i: [] for i in artifact.layers}
     resolve = OscarLayer.resolve
 
     def record(self: OscarLayer, pending: Any, module: Any, query: Tensor, *args: Any) -> Any:
@@ -137,16 +136,14 @@ def smollm2_served(smollm2: Path) -> Served:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OscarLayer, "resolve", record)
-        logits = served(m, artifact, ids, [PROMPT])
-    return Served(m, artifact, ids, logits, calls)
+        yield calls
 
 
-def test_the_cache_s_own_rows_replayed(smollm2_served: Served) -> None:
-    """Layer by layer, the emulation returns what the cache returned when it is given the same q, k and v."""
-    emulation = Emulation.of(smollm2_served.artifact, smollm2_served.model)
-    for layer, calls in smollm2_served.calls.items():
-        q, k, v = (torch.cat([call[i] for call in calls], 2) for i in range(3))
-        wanted = torch.cat([call[3] for call in calls], 1)
+def same_rows_give_the_same_output(emulation: Emulation, calls: dict[int, list[Call]]) -> None:
+    """Layer by layer, the emulation returns what the cache returned when it is given the cache's own q, k and v."""
+    for layer, parts in calls.items():
+        q, k, v = (torch.cat([part[i] for part in parts], 2) for i in range(3))
+        wanted = torch.cat([part[3] for part in parts], 1)
         got = emulation.attend(layer, q, k, v, q.shape[-1] ** -0.5, None)
         assert got.shape == wanted.shape == (1, LENGTH, q.shape[1], v.shape[-1])
         error = (got - wanted).abs().amax((0, 2, 3)) / wanted.abs().amax((0, 2, 3))
@@ -155,16 +152,14 @@ def test_the_cache_s_own_rows_replayed(smollm2_served: Served) -> None:
         assert error[WINDOWS:PROMPT].max() > 1e-3  # the prompt's end, which the cache prefilled exactly
 
 
-def test_two_runs_agree_as_distributions(smollm2_served: Served) -> None:
-    s = smollm2_served
-    emulated_once = one_pass(s.model, s.artifact, s.ids, prefill=PROMPT)
-    exact = full(s.model, s.ids)
+def same_distributions(exact: Tensor, cache: Tensor, emulation: Tensor) -> None:
+    """Two whole runs, whose arithmetic differs, beside what quantisation itself changes."""
 
     def divergence(a: Tensor, b: Tensor) -> float:
         a, b = (x[0, PROMPT:].double().log_softmax(-1) for x in (a, b))
         return float((a.exp() * (a - b)).sum(-1).mean())
 
-    quantised = divergence(exact, s.logits)
+    quantised = divergence(exact, cache)
     assert quantised > 1e-2  # random rotations: something to agree on
-    assert divergence(s.logits, emulated_once) < 1e-2 * quantised
-    assert divergence(exact, emulated_once) == pytest.approx(quantised, rel=0.05)
+    assert divergence(cache, emulation) < 1e-2 * quantised
+    assert divergence(exact, emulation) == pytest.approx(quantised, rel=0.05)

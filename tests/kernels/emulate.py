@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+import torch
 
 from oscar_kv.kernels.cuda.compiler import source
 from oscar_kv.kernels.cuda.launch import FINISH_THREADS
@@ -23,10 +26,10 @@ static const Params* given;
 static void run_decode() { decode(*given); }
 static void run_finish_one() { finish_one(*given); }
 static void run_finish_many() { finish_many(*given); }
-extern "C" void emulate(int kernel, int gx, int gy, int threads, const Params* p) {
+extern "C" const char* emulate(int kernel, int gx, int gy, int threads, const Params* p, int shared, bool late) {
   static void (*const all[])() = {run_decode, run_finish_one, run_finish_many};
   given = p;
-  emulator::launch(all[kernel], gx, gy, threads);
+  return emulator::launch(all[kernel], gx, gy, threads, shared, late);
 }
 """
 NAMES = ("decode", "finish_one", "finish_many")
@@ -40,6 +43,8 @@ def compiler() -> str | None:
 def build(header: str) -> ctypes.CDLL:
     """The library of one specialisation, built once a process."""
     command = [compiler() or "g++", "-std=c++17", "-O1", "-w", "-fpermissive", "-fno-gnu-unique", "-shared", "-fPIC"]
+    # What faults on a GPU faults here too.
+    command += ["-fsanitize=alignment,bounds,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"]
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder)
         for name in ("common.cuh", "fragments.cuh", "decode.cu", "finish.cu"):
@@ -51,17 +56,47 @@ def build(header: str) -> ctypes.CDLL:
         command += ["main.cpp", "-o", "emulated.so"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr[:4000]
-        return ctypes.CDLL(str(at / "emulated.so"))
+        library = ctypes.CDLL(str(at / "emulated.so"))
+        library.emulate.restype = ctypes.c_char_p
+        return library
+
+
+class EmulatedFault(AssertionError):
+    """A kernel did what a GPU would end it for, or for ever wait for."""
 
 
 @dataclass
 class EmulatedKernels:
-    """Same interface as DeviceKernels, on CPU tensors."""
+    """Same interface as DeviceKernels, on CPU tensors. late: asynchronous copies land when waited for, not at once."""
 
     spec: DecodeSpec
     blocks: int
     multiprocessors: int = 4
+    late: bool = True
 
     def launch(self, name: str, grid: tuple[int, int], params: Params) -> None:
-        threads = 32 * self.spec.warps if name == "decode" else FINISH_THREADS
-        build(self.spec.header).emulate(NAMES.index(name), grid[0], grid[1], threads, ctypes.byref(params))
+        threads, shared = (32 * self.spec.warps, self.spec.shared_bytes) if name == "decode" else (FINISH_THREADS, 0)
+        given = (NAMES.index(name), *grid, threads, ctypes.byref(params), shared, self.late)
+        fault = build(self.spec.header).emulate(*given)
+        if fault:
+            raise EmulatedFault(f"{name}: {fault.decode()}")
+
+
+def guarded(x: torch.Tensor, before: bool = False) -> torch.Tensor:
+    """A copy that ends where nothing is mapped (or begins there): a kernel that leaves it faults.
+
+    Aligned as PyTorch would, to 16 bytes (rounded to the item where the size is no multiple).
+    """
+    size, page = x.numel() * x.element_size(), mmap.PAGESIZE
+    room = -(-max(size, 1) // page) * page
+    area = mmap.mmap(-1, room + 2 * page)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    libc = ctypes.CDLL(None, use_errno=True)
+    for at in (base, base + page + room):
+        if libc.mprotect(ctypes.c_void_p(at), ctypes.c_size_t(page), 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+    offset = page if before or not size else page + room - size
+    if not size:
+        return torch.empty_like(x)
+    out = torch.frombuffer(area, dtype=x.dtype, count=x.numel(), offset=offset).view(x.shape)
+    return out.copy_(x)

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // ptx.cuh for a CPU: a thread block runs as fibers, warp-wide instructions exchange their operands. For tests only.
+// Stricter than a GPU: shared memory ends at an unmapped page, a fault ends the launch with a message, and asynchronous
+// copies land as early or as late as the memory model lets them (both must give the right answer).
 #pragma once
+#include <setjmp.h>
+#include <signal.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 #include <cmath>
 #include <cstdint>
@@ -28,18 +33,40 @@ static u64 max(u64 a, u64 b) { return a > b ? a : b; }
 static u64 min(u64 a, u64 b) { return a < b ? a : b; }
 
 namespace emulator {
-alignas(128) static u8 shared[1 << 18];
+static u8* shared;  // its end is the last address that may be touched, up to alignment
 struct Gate { int arrived; u64 generation; };
 static Gate warp_gate[32], block_gate;
 static u32 exchanged[32][2][32][6];
-static ucontext_t scheduler, fiber[1024];
+static ucontext_t scheduler, fresh;
+static jmp_buf back, fiber[1024];  // switching contexts properly costs two system calls
 static std::vector<char> stacks;
-static bool alive[1024];
+static bool alive[1024], begun[1024];
 static int threads, living, now;
+static bool late;  // asynchronous copies land when they are waited for, else at once
+struct Copy { u32 to; const u8* from; u32 bytes; };
+static std::vector<Copy> under_way[1 << 12];         // by barrier
+static std::vector<std::vector<Copy>> groups[1024];  // by thread: committed, then the open one
 static u64 phase[1 << 12];
 static void (*body)();
+static sigjmp_buf fault;
+static char message[256];
 
-static void yield() { swapcontext(&fiber[now], &scheduler); }
+static void yield() {
+  if (!_setjmp(fiber[now])) _longjmp(back, 1);
+}
+static void on_fault(int signal, siginfo_t* info, void*) {
+  const char* what = signal == SIGILL ? "misaligned, an index out of its array, or a division by zero" : "outside every buffer";
+  snprintf(message, sizeof message, "%s: block %u,%u thread %d, address %p", what, blockIdx.x, blockIdx.y, now, info->si_addr);
+  siglongjmp(fault, 1);
+}
+static void land(std::vector<Copy>& copies) {
+  for (auto& c : copies) memcpy(shared + c.to, c.from, c.bytes);
+  copies.clear();
+}
+static void begin_copy(std::vector<Copy>& list, Copy c) {
+  list.push_back(c);
+  if (late) memset(shared + c.to, 0xff, c.bytes); else land(list);
+}
 static void pass(Gate& g, int count) {
   const u64 mine = g.generation;
   if (++g.arrived == count) g.arrived = 0, ++g.generation;
@@ -53,35 +80,70 @@ template <int N> static u32 (*exchange(const u32 (&x)[N]))[6] {
   pass(warp_gate[warp], 32);
   return slots;
 }
-static void start() { body(); alive[now] = false; --living; if (block_gate.arrived && block_gate.arrived == living) { block_gate.arrived = 0; ++block_gate.generation; } yield(); }
-static void launch(void (*f)(), int gx, int gy, int count) {
-  const size_t size = 1 << 16;
-  stacks.resize(size * 1024);
-  body = f, threads = count;
-  for (unsigned y = 0; y < (unsigned)gy; ++y)
-    for (unsigned x = 0; x < (unsigned)gx; ++x) {
-      blockIdx = {x, y};
-      memset(shared, 0xff, sizeof shared);  // NaN
-      memset(phase, 0, sizeof phase);
-      block_gate = {0, 0}, living = count;
-      for (auto& g : warp_gate) g = {0, 0};
-      for (int i = 0; i < count; ++i) {
-        getcontext(&fiber[i]);
-        fiber[i].uc_stack.ss_sp = stacks.data() + size * i, fiber[i].uc_stack.ss_size = size, fiber[i].uc_link = &scheduler;
-        makecontext(&fiber[i], start, 0), alive[i] = true;
-      }
-      for (u64 idle = 0; living;) {
-        const int before = living;
-        const u64 seen = block_gate.generation;
-        u64 sum = 0, sum2 = 0;
-        for (auto& g : warp_gate) sum += g.generation + g.arrived;
-        for (int i = 0; i < count; ++i)
-          if (alive[i]) now = i, threadIdx.x = i, swapcontext(&scheduler, &fiber[i]);
-        for (auto& g : warp_gate) sum2 += g.generation + g.arrived;
-        idle = before == living && seen == block_gate.generation && sum == sum2 ? idle + 1 : 0;
-        if (idle > 8) { fprintf(stderr, "deadlock in block %u,%u\n", x, y); abort(); }
-      }
+static void start() {
+  body();
+  alive[now] = false, --living;
+  if (block_gate.arrived && block_gate.arrived == living) block_gate.arrived = 0, ++block_gate.generation;
+  _longjmp(back, 1);
+}
+static void resume(int i) {
+  static const size_t size = 1 << 16;
+  now = i, threadIdx.x = i;
+  if (_setjmp(back)) return;
+  if (begun[i]) _longjmp(fiber[i], 1);
+  begun[i] = true;
+  getcontext(&fresh);
+  fresh.uc_stack.ss_sp = stacks.data() + size * i, fresh.uc_stack.ss_size = size, fresh.uc_link = &scheduler;
+  makecontext(&fresh, start, 0);
+  setcontext(&fresh);
+}
+static void run_block(int count) {
+  memset(phase, 0, sizeof phase);
+  block_gate = {0, 0}, living = count;
+  for (auto& g : warp_gate) g = {0, 0};
+  for (auto& u : under_way) u.clear();
+  for (int i = 0; i < count; ++i) alive[i] = true, begun[i] = false, groups[i].assign(1, {});
+  for (u64 idle = 0; living;) {
+    const int before = living;
+    const u64 seen = block_gate.generation;
+    u64 sum = 0, sum2 = 0;
+    for (auto& g : warp_gate) sum += g.generation + g.arrived;
+    for (int i = 0; i < count; ++i)
+      if (alive[i]) resume(i);
+    for (auto& g : warp_gate) sum2 += g.generation + g.arrived;
+    idle = before == living && seen == block_gate.generation && sum == sum2 ? idle + 1 : 0;
+    if (idle > 8) {
+      snprintf(message, sizeof message, "deadlock: block %u,%u", blockIdx.x, blockIdx.y);
+      siglongjmp(fault, 1);
     }
+  }
+  for (auto& u : under_way)
+    if (!u.empty()) snprintf(message, sizeof message, "a copy nobody waited for: block %u,%u", blockIdx.x, blockIdx.y);
+}
+// Empty, or what went wrong.
+static const char* launch(void (*f)(), int gx, int gy, int count, int shared_bytes, bool copies_late) {
+  const size_t room = 1 << 18, page = 1 << 16;
+  static u8* mapped = nullptr;
+  if (!mapped) {
+    mapped = (u8*)mmap(nullptr, room + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    mprotect(mapped + room, page, PROT_NONE);
+  }
+  shared = mapped + room - (shared_bytes + 127) / 128 * 128;
+  stacks.resize((1 << 16) * 1024);
+  body = f, threads = count, late = copies_late, message[0] = 0;
+  struct sigaction own = {}, old[3];
+  const int signals[3] = {SIGSEGV, SIGBUS, SIGILL};
+  own.sa_sigaction = on_fault, own.sa_flags = SA_SIGINFO;
+  for (int i = 0; i < 3; ++i) sigaction(signals[i], &own, &old[i]);
+  if (!sigsetjmp(fault, 1))
+    for (unsigned y = 0; y < (unsigned)gy && !message[0]; ++y)
+      for (unsigned x = 0; x < (unsigned)gx && !message[0]; ++x) {
+        blockIdx = {x, y};
+        memset(shared, 0xff, mapped + room - shared);  // NaN
+        run_block(count);
+      }
+  for (int i = 0; i < 3; ++i) sigaction(signals[i], &old[i], nullptr);
+  return message;
 }
 static float half(u32 h) {
   const int e = h >> 10 & 31, m = h & 1023;
@@ -174,17 +236,22 @@ DEVICE u32 transpose8(u32 x) {
 }
 DEVICE void mma_half(float* c, const u32* a, u32 b0, u32 b1) { emulator::mma<emulator::half>(c, a, b0, b1); }
 DEVICE void mma_bf16(float* c, const u32* a, u32 b0, u32 b1) { emulator::mma<emulator::bf16>(c, a, b0, b1); }
-DEVICE void copy16(u32 to, const u8* from) { memcpy(emulator::shared + to, from, 16); }
-DEVICE void prefetch(const u8*) {}
-DEVICE void copy_commit() {}
-template <int N> DEVICE void copy_wait() {}
+DEVICE void copy16(u32 to, const u8* from) { emulator::begin_copy(emulator::groups[emulator::now].back(), {to, from, 16}); }
+DEVICE void prefetch(const u8* p) { (void)*(const volatile u8*)p; }
+DEVICE void copy_commit() { emulator::groups[emulator::now].emplace_back(); }
+template <int N> DEVICE void copy_wait() {
+  auto& g = emulator::groups[emulator::now];
+  for (; g.size() > N + 1; g.erase(g.begin())) emulator::land(g[0]);
+}
 DEVICE void barrier_init(u32) {}
 DEVICE void bulk_fence() {}
 DEVICE void bulk_copy(u32 to, const u8* from, u32 bytes, u32 bar) {
-  memcpy(emulator::shared + to, from, bytes);
-  ++emulator::phase[bar / 8 % 4096];
+  emulator::begin_copy(emulator::under_way[bar / 8 % 4096], {to, from, bytes});
+  if (!emulator::late) ++emulator::phase[bar / 8 % 4096];
 }
 DEVICE void barrier_wait(u32 bar, u32 parity) {
+  auto& copies = emulator::under_way[bar / 8 % 4096];
+  if (!copies.empty()) emulator::land(copies), ++emulator::phase[bar / 8 % 4096];
   while ((emulator::phase[bar / 8 % 4096] & 1) == parity) emulator::yield();
 }
 DEVICE void wait_for_predecessor() {}
