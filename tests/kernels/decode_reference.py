@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -155,9 +156,14 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 def to_device(c: Case, device: str) -> Case:
     """The same case on another device."""
+    return moved(c, lambda x: x.to(device))
+
+
+def moved(c: Case, to: Callable[[Tensor], Tensor]) -> Case:
+    """The same case with every tensor replaced by to(tensor)."""
 
     def move(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.to(device)
+        return None if x is None else to(x)
 
     w, t = c.windows, c.tables
     windows = Windows(*(move(x) for x in (w.sink_k, w.sink_v, w.ring_k, w.ring_v, w.slots)))  # type: ignore[arg-type]

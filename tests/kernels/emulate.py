@@ -8,6 +8,8 @@ import mmap
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -82,6 +84,21 @@ class EmulatedKernels:
             raise EmulatedFault(f"{name}: {fault.decode()}")
 
 
+@contextmanager
+def guarded_workspace(before: bool = False) -> Iterator[None]:
+    """What torch.empty returns meanwhile is guarded, and starts as NaN."""
+    plain = torch.empty
+
+    def empty(*size: object, **options: object) -> torch.Tensor:
+        return guarded(plain(*size, **options).fill_(torch.nan), before)  # type: ignore[call-overload]
+
+    torch.empty = empty  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.empty = plain
+
+
 def guarded(x: torch.Tensor, before: bool = False) -> torch.Tensor:
     """A copy that ends where nothing is mapped (or begins there): a kernel that leaves it faults.
 
@@ -97,6 +114,6 @@ def guarded(x: torch.Tensor, before: bool = False) -> torch.Tensor:
             raise OSError(ctypes.get_errno(), "mprotect")
     offset = page if before or not size else page + room - size
     if not size:
-        return torch.empty_like(x)
+        return torch.empty_like(x)  # no kernel may read of it
     out = torch.frombuffer(area, dtype=x.dtype, count=x.numel(), offset=offset).view(x.shape)
     return out.copy_(x)

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from decode_reference import random_case, reference, relative_error
-from emulate import EmulatedKernels, compiler
+from decode_reference import Case, moved, random_case, reference, relative_error
+from emulate import EmulatedFault, EmulatedKernels, compiler, guarded, guarded_workspace
 
 from oscar_kv.kernels.cuda.decode import run
 from oscar_kv.kernels.cuda.spec import DecodeSpec
@@ -31,14 +33,17 @@ def decode(
     blocks: int = 3,
     scale: float | None = None,
     tuning: dict[str, object] | None = None,
+    late: bool = True,
+    before: bool = False,
     **case: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, float64 reference). The output buffer starts as NaN."""
-    spec = DecodeSpec.choose(layout, group, dtype, capability, softcap > 0, **(tuning or {}))
-    kernels = EmulatedKernels(spec, blocks, multiprocessors)
+    """(output, float64 reference). Every buffer ends (before: begins) where nothing is mapped; outputs start as NaN."""
+    spec = DecodeSpec.choose(layout, group, dtype, capability, softcap > 0, **{"warps": 4, **(tuning or {})})
+    kernels = EmulatedKernels(spec, blocks, multiprocessors, late)
     c = random_case(layout, group, lengths, dtype=dtype, **case)  # type: ignore[arg-type]
-    out = torch.full((len(lengths), c.q.shape[1], layout.v_dim), torch.nan, dtype=dtype)
-    run(kernels, *c.arguments(), softcap=softcap, scale=scale, out=out)  # type: ignore[arg-type]
+    given = moved(c, lambda x: guarded(x, before))
+    with guarded_workspace(before):
+        out = run(kernels, *given.arguments(), softcap=softcap, scale=scale)  # type: ignore[arg-type]
     return out, reference(c, softcap=softcap, scale=scale)
 
 
@@ -126,6 +131,50 @@ def test_large_batch() -> None:
     assert relative_error(*decode(PageLayout(64, 64, 2, 2), 4, lengths, blocks=2)) < LIMIT
 
 
+@pytest.mark.parametrize(
+    "tuning", [{"warps": 2}, {"warps": 2, "bulk": False}, slow({"warps": 8}), slow({"warps": 12, "stages": 3})]
+)
+@pytest.mark.parametrize(("pages", "blocks"), [(5, 9), (2, 60), (0, 4)])
+@pytest.mark.parametrize("late", [True, False])
+def test_nothing_outside_the_buffers(tuning: dict[str, object], pages: int, blocks: int, late: bool) -> None:
+    """A batch of 8 in fewer and in more blocks than it has pages; copies that land late, and at once.
+
+    Two warps with five pages fill every stage of a ring while queries are turned in the one that must be free.
+    """
+    lengths = [(64, 64 + 64 * pages, 64 + 64 * pages + 256)] * 8
+    out = decode(PageLayout(64, 64, 2, 2), 4, lengths, blocks=blocks, tuning=tuning, late=late, before=not late)
+    assert relative_error(*out) < LIMIT
+
+
+def test_the_default_tuning() -> None:
+    spec = DecodeSpec.choose(PageLayout(64, 64, 2, 2), 4, torch.float16, (9, 0))
+    tuning = {"warps": spec.warps, "stages": spec.stages, "min_blocks": spec.min_blocks}
+    assert relative_error(*decode(PageLayout(64, 64, 2, 2), 4, tuning=tuning)) < LIMIT
+
+
+def _block_number(c: Case) -> None:
+    c.block_table[0, 2] = 1 << 20
+
+
+def _length(c: Case) -> None:
+    c.hist_end[0] = 1 << 20
+
+
+def _window(c: Case) -> None:
+    assert c.windows.slots is not None
+    c.windows.slots[0] = 1 << 20
+
+
+@pytest.mark.parametrize("damage", [_block_number, _length, _window])
+def test_inputs_not_yet_written_fault(damage: Callable[[Case], None]) -> None:
+    """What a kernel does that runs before its inputs are there; and proof that the emulator would notice."""
+    c = random_case(PageLayout(64, 64, 2, 2), 4, [(64, 400, 500)], dtype=torch.float16)
+    damage(c)
+    spec = DecodeSpec.choose(c.layout, 4, torch.float16, (9, 0), warps=4)
+    with pytest.raises(EmulatedFault, match="decode: outside every buffer"):
+        run(EmulatedKernels(spec, 3), *moved(c, guarded).arguments())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("v_scale", [2.0**-12, 300.0, 20000.0])
 def test_range_of_value_steps(v_scale: float) -> None:
     """Steps from fp16's smallest to beyond what a fixed power of two would stand."""
@@ -141,7 +190,7 @@ def test_large_queries() -> None:
 
 def test_infinite_query_spoils_its_own_head_only() -> None:
     layout = PageLayout(64, 64, 2, 2)
-    spec = DecodeSpec.choose(layout, 4, torch.float16, (9, 0))
+    spec = DecodeSpec.choose(layout, 4, torch.float16, (9, 0), warps=4)
     c = random_case(layout, 4, RAGGED[:1], dtype=torch.float16)
     want = reference(c)
     c.q[0, 1, 3] = torch.inf

@@ -53,6 +53,11 @@ def _params_struct() -> str:
     return "struct Params { " + " ".join(fields) + " };"
 
 
+def _shared_limit(capability: tuple[int, int]) -> int:
+    known = {k: v for k, v in SHARED_LIMITS.items() if k <= capability and k[0] == capability[0]}
+    return 1024 * (known[max(known)] if known else 99)
+
+
 @dataclass(frozen=True)
 class DecodeSpec:
     """One specialisation: layout, query heads a KV head, dtype of the raw rows, soft-cap, and the tuning of the launch.
@@ -99,12 +104,16 @@ class DecodeSpec:
         wide = max(layout.k_dim, layout.v_dim) > 128
         new = capability >= (9, 0)
         tiles = 2 if group > 8 and not wide else 1
-        many = layout.k_bits + layout.v_bits > 6 or capability >= (10, 0)  # these need more than 168 registers
+        # Where shared memory allows, one block of 8 warps: the fastest on an H200 at batch 1, and equal to three blocks
+        # of 4 at batch 8 (an earlier version). Independent of the batch, so that a layer needs one compilation.
+        # Elsewhere as many blocks as registers allow: codes of more bits need more than 168.
+        roomy = not wide and tiles == 1 and _shared_limit(capability) >= 200 * 1024
+        many = layout.k_bits + layout.v_bits > 6 or capability >= (10, 0)
         choice: dict[str, object] = {
             "tiles": tiles,
-            "warps": 4,
+            "warps": 8 if roomy else 4,
             "stages": 4,
-            "min_blocks": 1 if wide or tiles == 2 else 2 if many else 3,
+            "min_blocks": 1 if roomy or wide or tiles == 2 else 2 if many else 3,
             "bulk": new,
             "chained": new,
         }
@@ -112,7 +121,7 @@ class DecodeSpec:
         choice.update(tuning)
         spec = cls(layout, group, dtype, softcap, capability, **choice)  # type: ignore[arg-type]
         room = spec.shared_limit
-        if "stages" not in given:  # aim at 12 warps a multiprocessor, with at least 2 stages
+        if "stages" not in given:  # so that min_blocks fit (two of those that cap no registers), with at least 2 stages
             goal = room // (2 if wide or tiles == 2 else spec.min_blocks) - 1024
             while spec.shared_bytes > goal and spec.stages > 2:
                 spec = cls(**{**spec.__dict__, "stages": spec.stages - 1})
@@ -127,8 +136,7 @@ class DecodeSpec:
 
     @property
     def shared_limit(self) -> int:
-        known = {k: v for k, v in SHARED_LIMITS.items() if k <= self.capability and k[0] == self.capability[0]}
-        return 1024 * (known[max(known)] if known else 99)
+        return _shared_limit(self.capability)
 
     @property
     def columns(self) -> int:
