@@ -333,7 +333,7 @@ def test_another_batch_size_is_an_error() -> None:
         feed(m, filled(m), tokens(2, 1))
 
 
-def test_compiling_is_refused() -> None:
+def test_flags_that_generate_reads() -> None:
     m = enabled()
     cache = OscarCache(m._oscar_kv.artifact, m.config)
     assert not cache.is_compileable

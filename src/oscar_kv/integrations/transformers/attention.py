@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from ...errors import CacheError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from .enable import Enabled
     from .layer import OscarLayer
 
 NAME = "oscar"
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
-stock_of: dict[int, str] = {}
-"""What an enabled model's attention was, by the id of the config object its attention modules hold."""
+ENABLED = "_oscar_kv"
+"""The attribute in which a model and its decoder's modules keep what ``enable`` did: copies and pickles carry it."""
 
 _own: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 """Keys that OscarCache's sliding-window and other stock layers have just returned, by id."""
@@ -137,21 +138,27 @@ def stock_attention(module: nn.Module, name: str) -> Attention:
 
 def _stock_name(module: nn.Module, kwargs: dict[str, Any], wanted: str | None) -> str:
     """Which stock attention to run: the one before ``enable``, the cache's, or what serves the call."""
-    known = stock_of.get(id(getattr(module, "config", None))) or wanted
-    return known or ("eager" if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None else "sdpa")
+    state: Enabled | None = module.__dict__.get(ENABLED)
+    known = None if state is None else state.stock_name(getattr(module, "config", None))
+    return (
+        known or wanted or ("eager" if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None else "sdpa")
+    )
 
 
+@torch.compiler.disable
 def attend(
     module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function ``oscar``: query [batch, q_heads, n, d] → [batch, n, q_heads, v_dim], and no weights.
 
-    Raises CacheError for another cache's keys, for masks that packed history cannot follow, and under torch.compile.
+    Raises CacheError for another cache's keys and for masks that packed history cannot follow, ArtifactError for a
+    cache of another model's artifact. Never compiled: torch.compile breaks its graph here.
     """
-    if torch.compiler.is_compiling():
-        raise CacheError("the packed cache cannot be compiled: call the model without torch.compile")
     if isinstance(key, Pending):
         layer: OscarLayer = key.__dict__["_layer"]
+        state: Enabled | None = module.__dict__.get(ENABLED)
+        if state is not None:
+            state.check_cache(layer.owner)
         name = _stock_name(module, kwargs, layer.owner.stock_attention)
         return layer.resolve(key, module, query, attention_mask, name, args, kwargs)
     mask, n = attention_mask, query.shape[2]

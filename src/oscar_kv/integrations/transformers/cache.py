@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ...artifact import Artifact
-from ...errors import CacheError
+from ...errors import ArtifactError, CacheError
 from . import compat, prefix
-from .attention import vouch
+from .attention import NAME, vouch
 from .codecs import codecs_of
 from .geometry import layer_geometries
-from .layer import OscarLayer
+from .identity import attention_config
+from .layer import OscarLayer, storing
 from .slots import Slots
 
 log = logging.getLogger("oscar_kv")
@@ -36,6 +37,9 @@ class OscarCache(Cache):
 
     artifact: calibration of this model. config: the model's. stock_attention: what to run while there is no history
     ("sdpa", "eager" …); default: the attention before ``enable``.
+
+    Raises CacheError for another geometry, ArtifactError where a config field that fixes attention differs from what
+    the artifact recorded. Weights are compared by ``enable``, from samples of the key projections.
     """
 
     def __init__(self, artifact: Artifact | str | Path, config: Any, stock_attention: str | None = None) -> None:
@@ -51,6 +55,9 @@ class OscarCache(Cache):
                 a, b = getattr(have, field), getattr(want, field)
                 if a != b and (field == "kind" or want.kind == "full"):
                     raise CacheError(f"layers[{i}].{field} is {a!r} in the artifact, {b!r} in the model: {remedy}")
+        _check_config(artifact, config, remedy)
+        if stock_attention == NAME:
+            raise CacheError(f"stock_attention={NAME!r} is the packed cache's own: name 'sdpa', 'eager' …, or leave it")
         self.artifact, self.codecs, self.stock_attention = artifact, codecs_of(artifact), stock_attention
         self.slots = Slots()
         self._warned = False
@@ -59,14 +66,20 @@ class OscarCache(Cache):
         for i in self._packed:
             layers[i] = OscarLayer(self, i)
         super().__init__(layers=layers)
+        stock = (i for i, layer in enumerate(layers) if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer))
+        self._counted = sorted({*self._packed, *stock})
+        self._first = self._counted[0]
 
     @property
     def packed_layers(self) -> list[OscarLayer]:
         """The layers that are quantised."""
         return [self.layers[i] for i in self._packed]
 
+    @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Add post-RoPE k, v [batch, kv_heads, n, d] to a layer. Packed layers return what only ``oscar`` can read."""
+        if layer_idx == self._first:
+            self._whole("update")
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         vouch(keys)
         return keys, values
@@ -83,7 +96,7 @@ class OscarCache(Cache):
             if not compat.positive_crop_is_length():
                 raise CacheError(f"crop({tokens_to_remove}): give the tokens to remove as a negative number, crop(-n)")
             count = max(0, self.slots.count - tokens_to_remove)
-        self._no_pending("crop")
+        self._whole("crop")
         others = [layer for i, layer in enumerate(self.layers) if i not in self._packed]
         for layer in others:  # first: they may refuse, and then nothing has changed
             layer.crop(-count)
@@ -95,7 +108,8 @@ class OscarCache(Cache):
         for layer in self.packed_layers:
             layer.slots = self.slots.count
             if layer.store is not None:
-                restored |= layer.store.crop(removed)
+                with storing(layer.store.device):
+                    restored |= layer.store.crop(removed)
         if restored and not self._warned:
             self._warned = True
             log.warning(
@@ -107,7 +121,7 @@ class OscarCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row beam_idx[i]; rows share pages until they write their own."""
-        self._no_pending("reorder_cache")
+        self._whole("reorder_cache")
         self._reorder(beam_idx.tolist())
         for i, layer in enumerate(self.layers):
             if i not in self._packed:
@@ -115,13 +129,13 @@ class OscarCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row ``repeats`` times, copies side by side."""
-        self._no_pending("batch_repeat_interleave")
+        self._whole("batch_repeat_interleave")
         self._reorder([row for row in range(self._rows()) for _ in range(repeats)])
         self._others("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows (int64 or bool)."""
-        self._no_pending("batch_select_indices")
+        self._whole("batch_select_indices")
         chosen = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         self._reorder(chosen.tolist())
         self._others("batch_select_indices", indices)
@@ -137,11 +151,20 @@ class OscarCache(Cache):
         self.slots.reorder(index)
         for layer in self.packed_layers:
             if layer.store is not None:
-                layer.store.reorder(index)
+                with storing(layer.store.device):
+                    layer.store.reorder(index)
 
-    def _no_pending(self, what: str) -> None:
-        if any(layer.pending is not None for layer in self.packed_layers):
-            raise CacheError(f"{what} amid a forward pass, or after one was interrupted: call reset() and start anew")
+    def _whole(self, what: str) -> None:
+        """Raise CacheError unless all layers hold the same slots: an interrupted pass reaches some of them only."""
+        first = self.layers[self._first]
+        if what == "update" and isinstance(first, OscarLayer) and first.pending is not None:
+            return  # the layer says more: another attention function may be at work
+        pending = any(layer.pending is not None for layer in self.packed_layers)
+        if pending or any(int(self.layers[i].get_seq_length()) != self.slots.count for i in self._counted):
+            raise CacheError(
+                f"{what}: a forward pass was interrupted, some layers hold its tokens and some do not: call "
+                "cache.reset() and give the text again"
+            )
 
     def _rows(self) -> int:
         return next((layer.store.rows for layer in self.packed_layers if layer.store is not None), 0)
@@ -149,10 +172,16 @@ class OscarCache(Cache):
     def reset(self) -> None:
         """Forget all tokens; an interrupted forward pass is forgotten too."""
         self.slots.reset()
+        for i in self._counted:
+            if i not in self._packed:  # before 5.18 they zero their rows, and later tokens would be appended to those
+                layer = self.layers[i]
+                layer.keys = layer.values = None
+                layer.is_initialized = False
         super().reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OscarCache:
         """A copy with its own tokens that shares artifact and codecs."""
+        self._whole("deepcopy")
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         from copy import deepcopy
@@ -162,7 +191,8 @@ class OscarCache(Cache):
         for layer in self.packed_layers:
             if layer.store is not None:
                 memo[id(layer.store.codec)] = layer.store.codec
-        new.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
+        with torch.inference_mode(False):
+            new.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
         return new
 
     def memory(self) -> dict[str, int]:
@@ -230,7 +260,7 @@ class OscarCache(Cache):
 
     def save_prefix(self, path: str | Path) -> Path:
         """Write all tokens to a safetensors file; generation goes on from it bit-identically. See ``load_prefix``."""
-        self._no_pending("save_prefix")
+        self._whole("save_prefix")
         return prefix.save(self, Path(path))
 
     def load_prefix(self, path: str | Path, device: torch.device | str = "cpu") -> OscarCache:
@@ -240,8 +270,22 @@ class OscarCache(Cache):
         """
         if self.get_seq_length():
             raise CacheError("the cache holds tokens already: load a prefix into a new OscarCache, or reset() it")
-        prefix.load(self, Path(path), torch.device(device))
+        with storing(torch.device(device)):
+            prefix.load(self, Path(path), torch.device(device))
         return self
+
+
+def _check_config(artifact: Artifact, config: Any, remedy: str) -> None:
+    recorded = artifact.meta.model.config
+    if not recorded:
+        return  # RotationZoo files record none
+    found = attention_config(config)
+    for field in sorted({*recorded, *found}):
+        if recorded.get(field) != found.get(field):
+            raise ArtifactError(
+                f"the artifact was calibrated for {artifact.meta.model.id!r}: config.{field} is "
+                f"{recorded.get(field)!r} there, {found.get(field)!r} in this config; {remedy}"
+            )
 
 
 def layer_tensors(layer: Any) -> list[Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,31 +14,61 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ...artifact import Artifact
-from ...errors import CacheError, UnsupportedModelError
+from ...errors import ArtifactError, CacheError, UnsupportedModelError
 from ...recipe import Recipe
 from . import compat
-from .attention import NAME, register, stock_of
+from .attention import ENABLED, NAME, register
 from .cache import OscarCache
+from .codecs import codecs_of
 from .layer import SOFTCAP_NEEDS_EAGER
 
 log = logging.getLogger("oscar_kv")
-_KEY = "_oscar_kv"
 Model = TypeVar("Model", bound=nn.Module)
 
 
-@dataclass
+@dataclass(eq=False)
 class Enabled:
     """What ``enable`` did to a model: its artifact, and (config object, attention before) of its decoder."""
 
     artifact: Artifact
     stock: list[tuple[Any, str | None]]
 
+    def __post_init__(self) -> None:
+        _states.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _states.add(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Enabled:
         """A copied model names its own configs; the artifact is shared."""
-        copies = [(memo.get(id(config), config), name) for config, name in self.stock]
-        for config, name in copies:
-            stock_of[id(config)] = name or "eager"
-        return Enabled(self.artifact, copies)
+        new = memo[id(self)] = Enabled(self.artifact, [])
+        new.stock += [(deepcopy(config, memo), name) for config, name in self.stock]
+        return new
+
+    def stock_name(self, config: Any) -> str | None:
+        """The attention before ``enable`` of modules that hold this config object; None for other objects."""
+        return next((name or "eager" for c, name in self.stock if c is config), None)
+
+    def check_cache(self, cache: OscarCache) -> None:
+        """Raise ArtifactError for a cache whose artifact was not seen to belong to this model.
+
+        It does if it is the enabled one, or (another recipe's) names the same config fields and weight samples.
+        """
+        if cache.artifact is self.artifact or cache.codecs.sha256 == codecs_of(self.artifact).sha256:
+            return
+        theirs, own = cache.artifact.meta.model, self.artifact.meta.model
+        if own.weight_samples and (theirs.weight_samples, theirs.config) == (own.weight_samples, own.config):
+            return
+        raise ArtifactError(
+            f"the cache's artifact ({theirs.id!r}, sha256 {cache.codecs.sha256[:12]}) is not the one that this model "
+            f"was enabled with ({own.id!r}, sha256 {codecs_of(self.artifact).sha256[:12]}): build the cache from that "
+            "one, or oscar_kv.enable(model, artifact) with the cache's"
+        )
+
+
+_states: weakref.WeakSet[Enabled] = weakref.WeakSet()
+"""Of all enabled models that are alive: two of them may hold one config object."""
 
 
 def enable(model: Model, artifact: Artifact | str | Path, recipe: str | Recipe | None = None) -> Model:
@@ -67,18 +98,18 @@ def enable(model: Model, artifact: Artifact | str | Path, recipe: str | Recipe |
         )
     check_model(artifact, model)
     configs = _decoder_configs(model)
-    before = model.__dict__[_KEY].stock if _KEY in model.__dict__ else [(c, c._attn_implementation) for c in configs]
+    before = [(c, _attention_before(model, c)) for c in configs]
     if any(name == "sdpa" and getattr(c, "attn_logit_softcapping", None) for c, name in before):
         raise UnsupportedModelError(f"{type(model).__name__}: {SOFTCAP_NEEDS_EAGER}")
     cache = OscarCache(artifact, config)
     disable(model)
-    state = Enabled(artifact, [(c, c._attn_implementation) for c in configs])
-    for c, name in state.stock:
-        stock_of[id(c)] = name or "eager"
+    state = Enabled(artifact, before)
+    for c in configs:
         c._attn_implementation_internal = NAME
-    model.__dict__[_KEY] = state
+    for module in model.modules():
+        if module is model or state.stock_name(getattr(module, "config", None)):
+            module.__dict__[ENABLED] = state
     model.__dict__["generate"] = functools.partial(_generate, model)
-    weakref.finalize(model, _forget, [c for c, _ in state.stock])
     about = cache.describe()
     log.info(
         "oscar-kv enabled: recipe %s, artifact %s, kernel %s, %.2f bits per element at 32768 tokens",
@@ -88,19 +119,36 @@ def enable(model: Model, artifact: Artifact | str | Path, recipe: str | Recipe |
 
 
 def disable(model: Model) -> Model:
-    """Undo ``enable``: attention and ``generate`` are what they were. Does nothing to a model that is not enabled."""
-    state = model.__dict__.pop(_KEY, None)
+    """Undo ``enable``: attention and ``generate`` are what they were. Does nothing to a model that is not enabled.
+
+    A config object that another enabled model holds too keeps attention ``oscar`` until that one is disabled.
+    """
+    state = model.__dict__.get(ENABLED)
     if state is not None:
+        for module in model.modules():
+            module.__dict__.pop(ENABLED, None)
         model.__dict__.pop("generate", None)
+        _states.discard(state)
         for config, name in state.stock:
-            config._attn_implementation_internal = name
-        _forget([config for config, _ in state.stock])
+            if not any(other.stock_name(config) for other in _states):
+                config._attn_implementation_internal = name
     return model
 
 
-def _forget(configs: list[Any]) -> None:
-    for config in configs:
-        stock_of.pop(id(config), None)
+def _attention_before(model: nn.Module, config: Any) -> str | None:
+    """The attention to restore and to run without history; never ``oscar``, which would call itself."""
+    name: str | None = config._attn_implementation
+    if name != NAME:
+        return name
+    for state in _states:  # this model's own, or that of another model with the same config object
+        for known, before in state.stock:
+            if known is config:
+                return before
+    soft_capped = getattr(config, "attn_logit_softcapping", None)
+    name = "sdpa" if getattr(model, "_supports_sdpa", False) and not soft_capped else "eager"
+    log.info("%s was loaded with attention %r: without history, and after disable, it runs %r",
+             type(model).__name__, NAME, name)  # fmt: skip
+    return name
 
 
 def _decoder_configs(model: nn.Module) -> list[Any]:
@@ -112,7 +160,7 @@ def _decoder_configs(model: nn.Module) -> list[Any]:
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """The model's own generate, with a fresh packed cache where none is given."""
-    state: Enabled = model.__dict__[_KEY]
+    state: Enabled = model.__dict__[ENABLED]
     given = {name: kwargs[name] for name in compat.CACHE_NAMES if kwargs.get(name) is not None}
     configs = [kwargs.get("generation_config", args[1] if len(args) > 1 else None), model.generation_config]
 

@@ -55,15 +55,30 @@ def refuse(config: Any, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{getattr(config, 'model_type', type(config).__name__)}: {reason}; {_REMEDY}")
 
 
+def _check_causal(config: Any) -> None:
+    """Refuse encoders. ``is_decoder`` False alone says nothing: some causal models carry it and never read it."""
+    if getattr(config, "is_decoder", None):
+        return
+    names = [str(name) for name in getattr(config, "architectures", None) or ()]
+    if any(name.endswith("ForMaskedLM") for name in names) and not any(name.endswith("ForCausalLM") for name in names):
+        raise refuse(config, f"not a causal language model (architectures={names})")
+    if getattr(config, "is_decoder", None) is False:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+        if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+            raise refuse(config, "not a causal language model (is_decoder=False: each token sees later ones)")
+
+
 def layer_geometries(config: Any) -> tuple[LayerGeometry, ...]:
     """One entry a decoder layer, from any Transformers config (the text part of multimodal ones).
 
-    Raises UnsupportedModelError with reason and remedy: latent attention, indexers, encoder-decoders, KV caches shared
-    by layers, cross-attention, head sizes that are no multiple of 16 up to 256, unknown layer types.
+    Raises UnsupportedModelError with reason and remedy: latent attention, indexers, encoders and encoder-decoders, KV
+    caches shared by layers, cross-attention, head sizes that are no multiple of 16 up to 256, unknown layer types.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise refuse(config, "is_encoder_decoder is set, and an encoder-decoder has two caches")
     config = text_config(config)
+    _check_causal(config)
     for field, reason in _REFUSED:
         if value := getattr(config, field, None):
             raise refuse(config, f"{field}={value!r}: {reason}")

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,35 @@ _NOT_SERVED = {
 }
 
 
+@contextmanager
+def storing(device: torch.device) -> Iterator[None]:
+    """Where tokens are stored and history is read: ordinary tensors, no gradients, and the dtypes that are written.
+
+    Buffers made under ``torch.inference_mode`` could not be written outside it, and autocast would round the codec.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        if not torch.is_autocast_enabled(device.type):
+            yield
+            return
+        with torch.autocast(device.type, enabled=False):
+            yield
+
+
+class _Sealed(torch.autograd.Function):
+    """Passes an output on; a backward pass through it is an error, not a gradient without the history's part."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
+        raise CacheError(
+            "gradients do not flow through a packed cache's history: run the model under torch.no_grad(), or train "
+            "with use_cache=False"
+        )
+
+
 class OscarLayer(CacheLayerMixin):
     """One layer. ``update`` returns ``Pending`` objects; the attention function ``oscar`` calls ``resolve``."""
 
@@ -44,12 +75,13 @@ class OscarLayer(CacheLayerMixin):
         self.pending: Pending | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.store = MixedLayer(
-            self.owner.codecs.get(self.index, key_states.device, key_states.dtype),
-            key_states.shape[0],
-            key_states.dtype,
-            key_states.device,
-        )
+        with storing(key_states.device):
+            self.store = MixedLayer(
+                self.owner.codecs.get(self.index, key_states.device, key_states.dtype),
+                key_states.shape[0],
+                key_states.dtype,
+                key_states.device,
+            )
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -60,6 +92,9 @@ class OscarLayer(CacheLayerMixin):
                 "attention function than 'oscar', or a forward pass was interrupted. Call oscar_kv.enable(model, "
                 "artifact), then cache.reset()"
             )
+        if torch.is_autocast_enabled(key_states.device.type):  # it leaves keys and values in different dtypes
+            dtype = self.store.dtype if self.store else torch.promote_types(key_states.dtype, value_states.dtype)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.pending = Pending(self, key_states, value_states)
@@ -101,18 +136,29 @@ class OscarLayer(CacheLayerMixin):
                 "history, which only causal attention with a 2-D padding mask can read: keep such prompts in one "
                 f"chunk, or within {store.sink + store.recent} tokens, or use the full-precision cache"
             )
-        self.pending = None
+        # From here to the end ``pending`` stays: whatever interrupts leaves a mark that the next call finds.
+        inputs = [x for x in (query, k, v) if x.requires_grad] if torch.is_grad_enabled() else []
+        seal = bool(inputs) and (packed or past > 0)
         if packed:
-            out = self._attend(query, k, v, valid, starts, ends, kwargs)
+            if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
+                raise CacheError("attention weights over packed history do not exist: leave out output_attentions")
+            with storing(k.device):
+                out = self._attend(query.detach(), k.detach(), v.detach(), valid, starts, ends, kwargs)
             weights = None
         else:
-            keys, values = self._contiguous(k, v, past)
-            own = mask.stock(stock) if isinstance(mask, OscarMask) else mask
-            out, weights = stock_attention(module, stock)(module, query, keys, values, own, *args, **kwargs)
-            store.append(k, v, valid)
-        slots.custom |= custom
-        slots.extend(valid, rows, past, n, k.device)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not seal):
+                keys, values = self._contiguous(k, v, past)
+                own = mask.stock(stock) if isinstance(mask, OscarMask) else mask
+                out, weights = stock_attention(module, stock)(module, query, keys, values, own, *args, **kwargs)
+            with storing(k.device):
+                store.append(k.detach(), v.detach(), valid)
+        if seal:
+            out = _Sealed.apply(out, *inputs)
+        with storing(k.device):
+            slots.custom |= custom
+            slots.extend(valid, rows, past, n, k.device)
         self.slots = past + n
+        self.pending = None
         return out, weights
 
     def _valid(self, mask: Any, rows: int, past: int, n: int) -> Tensor | None:
