@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from .codec import LayerCodec
-from .errors import ArtifactError, RecipeError
+from .errors import ArtifactError, OscarError, RecipeError
 from .geometry import LayerGeometry
 from .metadata import (
     FORMAT_VERSION,
@@ -37,6 +38,7 @@ from .transform import SideTransform, rotation
 __all__ = [
     "FORMAT_VERSION", "METADATA_KEY", "MIN_TOKENS", "Artifact", "Calibration", "LayerTensors", "Metadata",
     "ModelIdentity", "WeightSample", "hash_tensors", "orthogonality_error",
+    "replace_file",
 ]  # fmt: skip
 ORTHOGONALITY_TOLERANCE = 1e-3
 
@@ -134,14 +136,15 @@ class Artifact:
         return json.dumps(meta.model_dump(mode="json"), sort_keys=True)
 
     def save(self, path: str | Path) -> Path:
-        """Validate and write the file (atomically). Raises ArtifactError for tensors that would not load again."""
+        """Validate and write the file (atomically).
+
+        Raises ArtifactError for tensors that would not load again, and where the file cannot be written.
+        """
         path = Path(path)
         self.validate(str(path))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part, header = path.with_name(path.name + ".part"), self._header()
-        save_file(self.tensors(), part, metadata={METADATA_KEY: header, HEADER_HASH_KEY: hash_header(header)})
-        part.replace(path)
-        return path
+        header = self._header()
+        stamp = {METADATA_KEY: header, HEADER_HASH_KEY: hash_header(header)}
+        return replace_file(path, lambda part: save_file(self.tensors(), part, metadata=stamp), ArtifactError)
 
     @classmethod
     def load(cls, path: str | Path) -> Artifact:
@@ -216,6 +219,25 @@ class Artifact:
                 f"{where}: recipe {self.recipe.name!r} shapes keys, but k_error_weight is missing; calibrate again, or "
                 "use a recipe with shaping=False"
             )
+
+
+def replace_file(path: Path, write: Callable[[Path], object], error: type[OscarError]) -> Path:
+    """Have ``write`` write a file beside ``path``, then move it there: readers never see half of one.
+
+    Makes the parent folder. Raises ``error`` with the path and the reason where anything of this fails.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder, name a file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(part)
+        part.replace(path)
+    except (OSError, SafetensorError, RuntimeError) as cause:  # torch.save raises RuntimeError for I/O errors
+        if part.is_file():
+            part.unlink()
+        raise error(f"{path}: cannot be written ({cause}); name a file in a folder that you may write to") from cause
+    return path
 
 
 def orthogonality_error(matrix: Tensor) -> float:

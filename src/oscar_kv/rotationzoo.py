@@ -28,6 +28,7 @@ from .artifact import (
     Metadata,
     ModelIdentity,
     orthogonality_error,
+    replace_file,
 )
 from .errors import ArtifactError
 from .geometry import LayerGeometry
@@ -209,10 +210,7 @@ def save_zoo(
             "format_version": version, "objective": OBJECTIVE[side] + _COMPOSITION[artifact.recipe.rotation],
             "source_grouping": "layer" if version == 1 else "kv_head", "layers": layers,
         }  # fmt: skip
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        torch.save(content, part)
-        part.replace(path)
+        replace_file(path, lambda part, content=content: torch.save(content, part), ArtifactError)  # type: ignore[misc]
     return version
 
 

@@ -120,10 +120,14 @@ def test_loading_errors(tmp_path: Path) -> None:
     with pytest.raises(OscarError, match="no such file"):
         load_config(str(tmp_path / "none.gguf"))
     (tmp_path / "empty").mkdir()
+    for load in (load_config, load_model):
+        with pytest.raises(OscarError, match=r"no model here: config\.json is missing"):
+            load(str(tmp_path / "empty"))
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
     with pytest.raises(OscarError, match="cannot be loaded"):
-        load_config(str(tmp_path / "empty"))
-    with pytest.raises(OscarError, match="cannot be loaded"):
-        load_model(str(tmp_path / "empty"))
+        load_model(str(broken))
     assert choose_dtype("auto", torch.device("cpu")) is torch.float32
     if not torch.cuda.is_available():
         assert choose_device().type == "cpu"

@@ -138,3 +138,20 @@ def test_moments_of_another_model_are_refused(
     assert result.exit_code == 2
     assert "other/model" in result.stderr
     assert "synthetic/tiny" in result.stderr
+
+
+def test_no_figure_is_cut_on_a_narrow_screen(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    from oscar_kv.cli import common
+    from oscar_kv.cli.inspect import COLUMNS, layer_rows
+
+    monkeypatch.setattr(common, "console", Console(width=60))
+    rows = layer_rows(summarise(artifact))
+    common.print_table("By layer", COLUMNS, rows)
+    said = capsys.readouterr().out
+    lines = [[cell.strip() for cell in line.strip("│ \n").split("│")] for line in said.splitlines() if "│" in line]
+    assert [line for line in lines if line[0].isdigit()] == rows
+    assert "…" not in said

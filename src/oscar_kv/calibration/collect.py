@@ -15,7 +15,7 @@ from ..artifact import MIN_TOKENS
 from ..errors import CalibrationError, UnsupportedModelError
 from ..geometry import LayerGeometry
 from ..integrations.transformers.capture import capture
-from ..integrations.transformers.geometry import layer_geometries
+from ..integrations.transformers.geometry import layer_geometries, text_config
 from ..integrations.transformers.identity import model_identity
 from .moments import Moments, MomentsMeta, shapes
 from .stream import chunk_sums
@@ -42,6 +42,16 @@ def check_floor(lengths: Sequence[int], sink: int, recent: int) -> int:
             "2,048 is the default) or longer texts"
         )
     return queries
+
+
+def check_positions(config: Any, longest: int) -> None:
+    """Raise CalibrationError for a sequence of more tokens than the model has positions."""
+    limit = getattr(text_config(config), "max_position_embeddings", None)
+    if isinstance(limit, int) and 0 < limit < longest:
+        raise CalibrationError(
+            f"a chunk of {longest} tokens, but the model has positions for {limit} (max_position_embeddings): "
+            f"use --chunk {limit} or less"
+        )
 
 
 @contextmanager
@@ -128,6 +138,7 @@ def collect(
     queries = check_floor(lengths, sink, recent)
     config: Any = model.config
     layers = layer_geometries(config)
+    check_positions(config, max(lengths))
     if not any(layer.kind == "full" for layer in layers):
         raise UnsupportedModelError(f"{config.model_type}: no full-attention layer, there is nothing to quantise")
     identity = model_identity(model, model_id or getattr(config, "_name_or_path", "") or type(model).__name__)

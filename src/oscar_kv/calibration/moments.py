@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..artifact import ModelIdentity, hash_tensors
+from ..artifact import ModelIdentity, hash_tensors, replace_file
 from ..errors import CalibrationError
 from ..geometry import LayerGeometry
 from .stream import FIELDS
@@ -91,15 +91,12 @@ class Moments:
         return {f"layers.{i}.{f}": x.contiguous() for i, sums in self.layers.items() for f, x in sums.items()}
 
     def save(self, path: str | Path) -> Path:
-        """Write the file (atomically)."""
+        """Write the file (atomically). Raises CalibrationError where it cannot be written."""
         path = Path(path)
         tensors = self.tensors()
         meta = self.meta.model_copy(update={"tensors_sha256": hash_tensors(tensors)})
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        save_file(tensors, part, metadata={METADATA_KEY: json.dumps(meta.model_dump(mode="json"), sort_keys=True)})
-        part.replace(path)
-        return path
+        stamp = {METADATA_KEY: json.dumps(meta.model_dump(mode="json"), sort_keys=True)}
+        return replace_file(path, lambda part: save_file(tensors, part, metadata=stamp), CalibrationError)
 
     @classmethod
     def load(cls, path: str | Path) -> Moments:

@@ -50,17 +50,18 @@ def history_weights(
         scores = (part @ k[:, :end].mT).mul_(scaling).view(kv_heads, group, rows, end)
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
-        later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
-        scores[..., start:].masked_fill_(later, float("-inf"))
-        lse = scores.logsumexp(-1, keepdim=True)
+        # Adding and multiplying dense masks takes a third of masked_fill_'s time on strided slices.
+        scores[..., start:] += torch.full((rows, rows), float("-inf"), device=q.device).triu_(1)
+        e = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+        norm = e.sum(-1, keepdim=True).reciprocal_()
         last = end - recent  # exclusive: the newest token that the block's last query reads from the history
-        p2 = scores[..., sink:last].sub_(lse).mul_(2).exp_()
+        p2 = e[..., sink:last].mul_(norm).square_()  # one exp a score; a log-sum-exp would take two
         # Row r (query start+r) reads t <= start+r−recent. Only the last rows−1 columns need the mask.
         cut = min(rows - 1, last - sink)
         if cut:
             t = torch.arange(last - cut, last, device=q.device)
             i = torch.arange(start, end, device=q.device)
-            p2[..., p2.shape[-1] - cut :].masked_fill_(i[:, None] - t < recent, 0.0)
+            p2[..., p2.shape[-1] - cut :] *= (i[:, None] - t >= recent).to(p2.dtype)
         u[:, :, start:end] = p2.sum(-1)
         w[:, sink:last] += p2.sum((1, 2))
     return w, u.view(heads, n)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import CalibrationError, OscarError
-from .common import Steps, console, number, size, table, write_json
+from .common import Steps, check_outputs, console, number, print_table, size, write_json
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
@@ -56,6 +56,7 @@ def command(
 ) -> None:
     """Measure a model's keys, values and queries and write the artifact that a 2-bit cache needs."""
     _check_options(output, data_free, save_moments, from_moments)
+    check_outputs(("-o", output), ("--save-moments", save_moments), ("--json", json_file))
     from ..calibration import data_free as fit_without_data
     from ..calibration import fit
     from ..recipe import get_recipe
@@ -86,8 +87,6 @@ def _check_options(output: Path | None, data_free: bool, save: Path | None, sour
         raise OscarError("say where the artifact goes: -o FILE")
     if data_free and (save is not None or source is not None):
         raise OscarError("--data-free reads no text and has no statistics: leave out --save-moments and --from-moments")
-    if output is not None and output.is_dir():
-        raise OscarError(f"-o {output}: is a folder; name a file, such as {output / 'model.oscar.safetensors'}")
 
 
 def _model_id(model: str) -> str:
@@ -100,23 +99,43 @@ def _collect(
     steps: Steps, model: str, data: str, tokens: int, chunk: int, windows: tuple[int, int],
     chat_template: bool, dtype: str, device: str,
 ) -> Moments:  # fmt: skip
-    from ..calibration import chunks, collect, load_texts
-    from ..calibration.collect import check_floor
+    from ..calibration import collect, load_texts
+    from ..calibration.collect import check_floor, check_positions
     from ..calibration.data import describe
-    from ..integrations.transformers.loading import load_model
+    from ..integrations.transformers.loading import check_config, load_model
 
     texts = load_texts(data)  # before the model is loaded: a bad name should not cost minutes
     check_floor([min(chunk, tokens - i) for i in range(0, tokens, chunk)], *windows)
+    if (config := check_config(model)) is not None:
+        check_positions(config, min(chunk, tokens))
     with steps.task(f"loading {model}"):
         net, tokenizer = load_model(model, dtype, device)
-    pieces = chunks(texts, tokenizer, tokens, chunk, chat_template)
-    found = sum(len(piece) for piece in pieces)
     sink, recent = windows
+    pieces = cut(texts, tokenizer, tokens, chunk, chat_template, windows)
+    found = sum(len(piece) for piece in pieces)
     with steps.task(f"calibrating on {found:,} tokens of {data} (layers)") as report:
         return collect(
             net, pieces, sink=sink, recent=recent, progress=report, model_id=_model_id(model),
             data=describe(data, texts), chat_template=chat_template,
         )  # fmt: skip
+
+
+def cut(
+    texts: list[Any], tokenizer: Any, tokens: int, chunk: int, chat_template: bool, windows: tuple[int, int]
+) -> list[Any]:
+    """Chunks of the texts; says so in a line if there is less text than asked, or raises if it is too little."""
+    import warnings
+
+    from ..calibration import chunks
+    from ..calibration.collect import check_floor
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the calibration texts hold")  # the note below says it
+        pieces = chunks(texts, tokenizer, tokens, chunk, chat_template)
+    check_floor([len(piece) for piece in pieces], *windows)
+    if (found := sum(len(piece) for piece in pieces)) < tokens:
+        console.print(f"note: the texts hold {found:,} tokens, {tokens:,} were asked for", markup=False)
+    return pieces
 
 
 def _load_moments(path: Path, model: str) -> Moments:
@@ -171,4 +190,4 @@ def _show(artifact: Artifact, output: Path | None, save_moments: Path | None) ->
         rows.append(["written", f"{output} ({size(output.stat().st_size)})"])
     if save_moments is not None:
         rows.append(["moments", f"{save_moments} ({size(save_moments.stat().st_size)})"])
-    console.print(table("", ("", ""), rows))
+    print_table("", ("", ""), rows)

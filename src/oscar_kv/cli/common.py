@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +16,9 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -70,10 +74,60 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], cap
     """A rich table: the first column is text, the rest are figures."""
     out = Table(title=title, title_justify="left", title_style="bold", caption=caption or None, caption_justify="left")
     for i, name in enumerate(columns):
-        out.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0)
+        words = [word for text in (name, *(row[i] for row in rows)) for word in text.split()]
+        least = max(map(cell_len, words), default=0)
+        out.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0, min_width=least)
     for row in rows:
         out.add_row(*(Text(cell) for cell in row))
     return out
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
+    """Print a table with every figure whole: on narrow terminals, and in pipes, it is wider than the screen."""
+    made = table(title, columns, rows, caption)
+    least = Measurement.get(console, console.options.update(width=1000), made).minimum
+    if least > console.width:
+        made.width = least
+    console.print(made, crop=False)
+
+
+def check_outputs(*named: tuple[str, Path | None], devices: Sequence[str] = ("--json",)) -> None:
+    """Raise OscarError for an output file that could not be written, before minutes of work go into it.
+
+    named: (option, path or None). devices: options that may name a pipe or a device, such as /dev/stdout.
+    """
+    seen: dict[Path, str] = {}
+    for option, path in named:
+        if path is None or (path.exists() and not path.is_file() and not path.is_dir() and option in devices):
+            continue
+        if path.is_dir():
+            raise OscarError(f"{option} {path}: is a folder; name a file in it, such as {path / _example(option)}")
+        if path.exists() and not path.is_file():
+            raise OscarError(f"{option} {path}: is no ordinary file; name one")
+        other = seen.setdefault(path.absolute(), option)
+        if other != option:
+            raise OscarError(f"{option} {path}: {other} names the same file; give each its own")
+        _check_writable(option, path)
+
+
+def _check_writable(option: str, path: Path) -> None:
+    folder = next(p for p in path.absolute().parents if p.exists())
+    if not folder.is_dir():
+        raise OscarError(f"{option} {path}: {folder} is a file, not a folder; name a file in a folder")
+    try:
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError("the file is there and write-protected")
+        with tempfile.TemporaryFile(dir=folder):  # permission bits say nothing of read-only or virtual file systems
+            pass
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise OscarError(f"{option} {path}: cannot be written, {folder} takes no file ({why}); name another") from error
+
+
+def _example(option: str) -> str:
+    return {"-o": "model.oscar.safetensors", "--json": "out.json", "--png": "out.png", "--html": "out.html"}.get(
+        option, option.strip("-").split("-")[-1] + ".safetensors"
+    )
 
 
 def write_json(path: str | Path, document: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import Steps, console, number, quiet_transformers, table, versions, write_json
+from .common import Steps, check_outputs, console, number, print_table, quiet_transformers, versions, write_json
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
@@ -46,6 +46,9 @@ def command(
     ] = None,
 ) -> None:
     """See the whole of it on SmolLM2-135M: calibrate, compare recipes, generate. Some minutes on a CPU."""
+    check_outputs(
+        ("--out", out / "report.html"), ("--json" if json_file else "--out", json_file or out / "report.json")
+    )
     from ..demo.model import demo_model_path
     from ..evaluation.results import make_meta
 
@@ -78,9 +81,7 @@ def command(
     twin = json_file or out / "report.json"
     write_json(twin, document)
     console.print()
-    console.print(
-        table(f"Recipes at {context:,} tokens of context", COLUMNS, table_rows(compared.rows), caption=READING)
-    )
+    print_table(f"Recipes at {context:,} tokens of context", COLUMNS, table_rows(compared.rows), caption=READING)
     print_samples(samples)
     console.print(closing(compared.rows, samples, page, twin, time.monotonic() - began), markup=False, soft_wrap=True)
 
@@ -102,9 +103,11 @@ def load(folder: Path) -> tuple[Any, Any, str]:
 
 def measure_moments(model: Any, tokenizer: Any, tokens: int, name: str, report: Any) -> Moments:
     """Moments over the shipped calibration texts, code and prose in turn."""
-    from ..calibration import chunks, collect, load_texts
+    from ..calibration import collect, load_texts
+    from ..recipe import get_recipe
+    from .calibrate import cut
 
-    pieces = chunks(load_texts("builtin"), tokenizer, tokens, 2048)
+    pieces = cut(load_texts("builtin"), tokenizer, tokens, 2048, False, get_recipe(SHOWN).windows)
     return collect(model, pieces, progress=report, model_id=name, data="builtin (code and prose)")
 
 

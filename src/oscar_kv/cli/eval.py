@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OscarError
-from .common import Steps, console, number, table
+from .common import Steps, check_outputs, console, number, print_table
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
@@ -57,12 +57,14 @@ def command(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write a results file.")] = None,
 ) -> None:
     """Perplexity and KL to full precision (exact emulation, positions ≥ 512), and needle retrieval, side by side."""
-    lengths = _lengths(contexts)
-    names = _names(recipes, artifact is not None)
+    chosen = _chosen(recipes)  # first what needs no heavy import
+    check_outputs(("--json", json_file), devices=())
     if artifact is not None and moments is not None:
         raise OscarError("--artifact and --moments: give one of them")
     if prefill not in ("strict", "exact"):
         raise OscarError(f"--prefill {prefill}: it is strict or exact")
+    lengths = _lengths(contexts)
+    names = _names(chosen, artifact is not None)
     sources = _sources(texts or ["builtin"], per_kind)
     from ..evaluation.language import evaluate, tokenise
     from ..evaluation.needles import Haystack, retrieve
@@ -108,13 +110,19 @@ def _lengths(contexts: str) -> list[int]:
     return out
 
 
-def _names(recipes: str | None, own: bool) -> list[str]:
-    from ..evaluation.run import RECIPES
+def _chosen(recipes: str | None) -> list[str] | None:
+    """Names given, each once. Raises RecipeError for an unknown one."""
     from ..recipe import get_recipe
 
     if recipes is None:
-        return [] if own else list(RECIPES)
+        return None
     return list(dict.fromkeys(get_recipe(name.strip()).name for name in recipes.split(",")))
+
+
+def _names(chosen: list[str] | None, own: bool) -> list[str]:
+    from ..evaluation.run import RECIPES
+
+    return chosen if chosen is not None else [] if own else list(RECIPES)
 
 
 @dataclass(frozen=True)
@@ -151,15 +159,17 @@ def _artifacts(
 ) -> dict[str, Artifact]:
     """The artifacts to evaluate, by the name that tables call them."""
     from ..artifact import Artifact
-    from ..calibration import Moments, chunks, collect, load_texts
+    from ..calibration import Moments, collect, load_texts
     from ..evaluation.run import fit_all
+    from ..recipe import DEFAULT, get_recipe
+    from .calibrate import cut
 
     if file is not None:
         own = Artifact.load(file)
         return {own.label: own, **{n: own.with_recipe(n) for n in names if n != own.recipe.name}}
     if moments is not None:
         return fit_all(Moments.load(moments), names)
-    pieces = chunks(load_texts("builtin"), tokenizer, tokens, 2048)
+    pieces = cut(load_texts("builtin"), tokenizer, tokens, 2048, False, get_recipe(DEFAULT).windows)
     with steps.task(f"calibrating on {sum(map(len, pieces)):,} tokens (layers)") as report:
         name = Path(model).name if Path(model).exists() else model
         sums = collect(net, pieces, progress=report, model_id=name, data="builtin")
@@ -186,9 +196,7 @@ def show(quality: Sequence[QualityRow], found: Sequence[NeedleRow], artifacts: d
             for r in rows
         ]  # fmt: skip
         caption = "history, at …: bits an element of the codes alone, and of the whole cache with its exact windows."
-        console.print(
-            table(f"{kind}: {rows[0].texts} texts of {context:,} tokens, positions ≥ 512", columns, cells, caption)
-        )
+        print_table(f"{kind}: {rows[0].texts} texts of {context:,} tokens, positions ≥ 512", columns, cells, caption)
     if found:
         shares = [
             [
@@ -201,7 +209,7 @@ def show(quality: Sequence[QualityRow], found: Sequence[NeedleRow], artifacts: d
         ]
         how = "every query reads its history from codes" if found[0].prefill == "strict" else "prompt prefilled exactly"
         titles = ("recipe", "found", "share", "95 % interval")
-        console.print(table(f"Needles at {found[0].context:,} tokens ({how})", titles, shares))
+        print_table(f"Needles at {found[0].context:,} tokens ({how})", titles, shares)
 
 
 def _write(
@@ -224,5 +232,8 @@ def _write(
         notes=f"exact emulation, {str(parameter.dtype).removeprefix('torch.')} model; KL and perplexity over positions "
         f">= 512; {calibration}needles: {prefill} emulation",
     )  # fmt: skip
-    write(path, meta, [*quality, *found])
+    try:
+        write(path, meta, [*quality, *found])
+    except OSError as error:
+        raise OscarError(f"--json {path}: cannot be written ({error})") from error
     console.print(f"written: {path}", markup=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OscarError
-from .common import Steps, console, number, quiet_transformers, read_text, size, table, write_json
+from .common import Steps, check_outputs, console, number, print_table, quiet_transformers, read_text, size, write_json
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
@@ -80,6 +80,7 @@ def command(
 ) -> None:
     """Generate text with a quantised cache; --compare shows full precision beside it."""
     text = _prompt(prompt, prompt_file)
+    check_outputs(("--json", json_file))
     from ..artifact import Artifact
 
     loaded = Artifact.load(artifact)
@@ -212,7 +213,7 @@ def show(samples: list[Sample], artifact: Artifact) -> None:
         ["then tokens/s", *(number(s.tokens_per_s, 1) for s in samples)],
     ]
     note = "" if samples[0].dtype in ("bfloat16", "float16") else RAW_NOTE.format(samples[0].dtype)
-    console.print(table("", ("cache", *(s.recipe for s in samples)), rows, caption=note))
+    print_table("", ("cache", *(s.recipe for s in samples)), rows, caption=note)
     console.print(f"artifact {artifact.sha256[:16]}  recipe {artifact.label}", markup=False)
     if not samples[0].history_tokens:
         windows = sum(artifact.recipe.windows)

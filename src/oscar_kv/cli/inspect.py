@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import console, need, number, table, write_json
+from .common import check_outputs, console, need, number, print_table, write_json
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
@@ -39,6 +39,7 @@ def command(
     ] = None,
 ) -> None:
     """What an artifact holds and predicts: model, recipe, size, offsets, spectra and errors by layer."""
+    check_outputs(("--json", json_file), ("--png", png_file), ("--html", html_file))
     from ..artifact import Artifact
     from ..evaluation.diagnostics import summarise
 
@@ -48,7 +49,7 @@ def command(
     facts = describe(loaded)
     for name, value in facts:
         console.print(f"{name:17s} {value}", markup=False, soft_wrap=True)
-    console.print(table("By layer (means over KV heads)", COLUMNS, layer_rows(layers)))
+    print_table("By layer (means over KV heads)", COLUMNS, layer_rows(layers))
     console.print(NOTE, style="dim", soft_wrap=True)
     if json_file:
         write_json(json_file, as_json(loaded, layers))

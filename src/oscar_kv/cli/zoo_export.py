@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .common import console, write_json
+from .common import check_outputs, console, write_json
 
 
 def command(
@@ -26,6 +26,7 @@ def command(
     ] = None,
 ) -> None:
     """Write an artifact's rotations as a RotationZoo K file and V file."""
+    check_outputs(("--k-file", k_file), ("--v-file", v_file), ("--json", json_file))
     from ..artifact import Artifact
     from ..errors import ArtifactError
     from ..rotationzoo import save_zoo

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .common import console, number, table, write_json
+from .common import check_outputs, console, number, print_table, write_json
 
 
 def command(
@@ -25,6 +25,7 @@ def command(
     ] = None,
 ) -> None:
     """Make an artifact of RotationZoo files. They hold rotations alone: no centring and no shaping, and it says so."""
+    check_outputs(("-o", output), ("--json", json_file))
     from ..integrations.transformers.geometry import layer_geometries
     from ..integrations.transformers.identity import config_identity
     from ..integrations.transformers.loading import load_config
@@ -45,7 +46,7 @@ def command(
         ["artifact sha256", artifact.sha256[:16]],
         ["written", str(output)],
     ]
-    console.print(table("", ("", ""), rows))
+    print_table("", ("", ""), rows)
     console.print("Calibrate this model instead to get centring and shaping: `oscar-kv calibrate`.", markup=False)
     if json_file is not None:
         document = {"file": str(output), "label": artifact.label, "sha256": artifact.sha256}
