@@ -48,7 +48,8 @@ def table(name: str) -> str:
             else f"`{default}`"
         )
         meaning = (getattr(param, "help", None) or "").replace("|", "\\|").replace("\n", " ")
-        lines.append(f"| {spelt}{f' {value}' if value else ''} | {meaning} | {shown} |")
+        spelt = f"{spelt}{f' {value}' if value else ''}".replace("|", "\\|")
+        lines.append(f"| {spelt} | {meaning} | {shown} |")
     return "\n".join(lines)
 
 

@@ -160,7 +160,9 @@ def provenance(path: Path, meta: Row) -> str:
 
 def block(results: Path) -> str:
     """Everything between the markers."""
-    files = sorted(results.glob("*.json"), key=lambda p: (not p.stem.startswith("quality"), p.stem))
+    # Ablations are evidence for docs/method.md, not results of a preset.
+    found = [p for p in results.glob("*.json") if not p.stem.startswith("ablation")]
+    files = sorted(found, key=lambda p: (not p.stem.startswith("quality"), p.stem))
     if not files:
         return NONE_YET
     out: list[str] = []

@@ -19,7 +19,15 @@ from typing import Any, Self
 from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -158,6 +166,7 @@ class Steps:
         self._live = console.is_terminal
         self._bar = Progress(
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TimeRemainingColumn(),
             console=console,
         )  # fmt: skip
         self._start = time.monotonic()
@@ -187,7 +196,11 @@ class Steps:
                 self._bar.update(task, completed=done, total=total)
             elif total > 1 and done < total and done * 10 // total > max(last, 0):
                 last = done * 10 // total
-                console.print(f"[{time.monotonic() - self._start:5.0f} s]   {name}: {done} of {total}", markup=False)
+                now = time.monotonic()
+                left = (now - began) / done * (total - done)
+                console.print(
+                    f"[{now - self._start:5.0f} s]   {100 * done // total} %, about {left:.0f} s left", markup=False
+                )
 
         yield report
         if task is not None:

@@ -195,7 +195,10 @@ def show(quality: Sequence[QualityRow], found: Sequence[NeedleRow], artifacts: d
             ]
             for r in rows
         ]  # fmt: skip
-        caption = "history, at …: bits an element of the codes alone, and of the whole cache with its exact windows."
+        caption = (
+            "bits an element, history: codes with step and zero; at a context: the whole cache, windows in 16 bits. "
+            "bf16 stands for the model in full precision, whatever its dtype."
+        )
         print_table(f"{kind}: {rows[0].texts} texts of {context:,} tokens, positions ≥ 512", columns, cells, caption)
     if found:
         shares = [
