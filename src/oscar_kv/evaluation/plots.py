@@ -112,7 +112,7 @@ def kl_by_position(curves: Mapping[str, Sequence[float]], bucket: int, first: in
     axis.set_yscale("log")
     axis.set_xlabel("position in the text (tokens)")
     axis.set_ylabel("KL, nats a token")
-    axis.set_title("Error by position: the more of the context lies in few bits, the more it shows")
+    axis.set_title("Error by position in the text")
     axis.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
 
