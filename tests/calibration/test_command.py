@@ -12,7 +12,7 @@ import torch
 
 tf = pytest.importorskip("transformers")
 
-from families import CONFIGS, tiny  # noqa: E402
+from families import CONFIGS  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from oscar_kv.artifact import Artifact  # noqa: E402
@@ -22,19 +22,6 @@ from oscar_kv.errors import OscarError  # noqa: E402
 from oscar_kv.integrations.transformers.identity import check_model  # noqa: E402
 from oscar_kv.integrations.transformers.loading import choose_device, choose_dtype, load_config, load_model  # noqa: E402
 from oscar_kv.memory import bits_per_element  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer of one token a character."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
-    path = tmp_path_factory.mktemp("models") / "toy-llama"
-    tiny("llama").save_pretrained(path)
-    words = Tokenizer(models.WordLevel({chr(32 + i): i for i in range(96)}, unk_token=" "))
-    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tf.PreTrainedTokenizerFast(tokenizer_object=words, unk_token=" ").save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")

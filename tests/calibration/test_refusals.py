@@ -98,19 +98,6 @@ def test_chunks_longer_than_the_positions(tmp_path: Path) -> None:
     collect(model, [ids_of(1024, 1)], progress=False)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer of one token a character."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
-    path = tmp_path_factory.mktemp("models") / "toy"
-    tiny("llama").save_pretrained(path)
-    words = Tokenizer(models.WordLevel({chr(32 + i): i for i in range(96)}, unk_token=" "))
-    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tf.PreTrainedTokenizerFast(tokenizer_object=words, unk_token=" ").save_pretrained(path)
-    return path
-
-
 def test_short_texts_give_a_note_or_an_error_never_a_raw_warning(folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "t.txt"
     text.write_text("".join(str(i) for i in range(1000))[:1500])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import CalibrationError, OscarError
-from .common import Steps, check_outputs, console, number, print_table, size, write_json
+from .common import Steps, check_outputs, console, model_name, number, print_table, size, write_json
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
@@ -66,7 +66,7 @@ def command(
         if data_free:
             from ..integrations.transformers.loading import load_config
 
-            artifact = fit_without_data(load_config(model), _model_id(model), wanted)
+            artifact = fit_without_data(load_config(model), model_name(model), wanted)
         else:
             if from_moments is not None:
                 moments = _load_moments(from_moments, model)
@@ -89,12 +89,6 @@ def _check_options(output: Path | None, data_free: bool, save: Path | None, sour
         raise OscarError("--data-free reads no text and has no statistics: leave out --save-moments and --from-moments")
 
 
-def _model_id(model: str) -> str:
-    """What the artifact calls the model: of a folder or file its name, not where it lies on this machine."""
-    path = Path(model)
-    return path.resolve().name if path.exists() else model
-
-
 def _collect(
     steps: Steps, model: str, data: str, tokens: int, chunk: int, windows: tuple[int, int],
     chat_template: bool, dtype: str, device: str,
@@ -115,7 +109,7 @@ def _collect(
     found = sum(len(piece) for piece in pieces)
     with steps.task(f"calibrating on {found:,} tokens of {data} (layers)") as report:
         return collect(
-            net, pieces, sink=sink, recent=recent, progress=report, model_id=_model_id(model),
+            net, pieces, sink=sink, recent=recent, progress=report, model_id=model_name(model),
             data=describe(data, texts), chat_template=chat_template,
         )  # fmt: skip
 

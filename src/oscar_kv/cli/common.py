@@ -61,6 +61,12 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
+def model_name(model: str) -> str:
+    """What artifacts and results call a model: of a folder or file its name, not where it lies on this machine."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model
+
+
 def number(value: float | None, digits: int = 4) -> str:
     """A figure for a table; ``–`` where there is none."""
     if value is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import OscarError
-from .common import Steps, check_outputs, console, number, print_table
+from .common import Steps, check_outputs, console, model_name, number, print_table
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
@@ -229,11 +229,11 @@ def _write(
         else f"calibration: {chosen.meta.calibration.tokens} tokens of {chosen.meta.calibration.data}; "
     )
     parameter = next(net.parameters())
-    name = Path(model).resolve().name if Path(model).exists() else model
     meta = make_meta(
-        name, artifact_sha256=None if chosen is None else chosen.sha256, seed=seed, device=str(parameter.device),
+        model_name(model), artifact_sha256=None if chosen is None else chosen.sha256, seed=seed,
+        device=str(parameter.device),
         notes=f"exact emulation, {str(parameter.dtype).removeprefix('torch.')} model; KL and perplexity over positions "
-        f">= 512; {calibration}needles: {prefill} emulation",
+        f">= 512; {calibration}" + (f"needles: {prefill} emulation" if found else "no needles"),
     )  # fmt: skip
     try:
         write(path, meta, [*quality, *found])

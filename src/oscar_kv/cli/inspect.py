@@ -76,6 +76,8 @@ NOTE = (
 
 def describe(artifact: Artifact) -> list[tuple[str, str]]:
     """Name and value of everything about the artifact as a whole."""
+    from ..memory import bits_per_element
+
     meta, recipe = artifact.meta, artifact.recipe
     full = [g for g in meta.layers if g.kind == "full"]
     shapes = sorted({f"{g.num_q_heads} query / {g.num_kv_heads} KV heads, d = {_dims(g)}" for g in full})
@@ -96,19 +98,14 @@ def describe(artifact: Artifact) -> list[tuple[str, str]]:
         ("data", c.data or "not recorded"),
         ("sha256", artifact.sha256),
     ]
-    out += [(f"bits at {n // 1024}K", f"{bpe(artifact, n):.3f} an element, windows included") for n in CONTEXTS]
+    out += [
+        (f"bits at {n // 1024}K", f"{bits_per_element(artifact, n):.3f} an element, windows included") for n in CONTEXTS
+    ]
     return [*out, ("notes", c.notes)] if c.notes else out
 
 
 def _dims(g: Any) -> str:
     return str(g.k_head_dim) if g.k_head_dim == g.v_head_dim else f"{g.k_head_dim} (K) / {g.v_head_dim} (V)"
-
-
-def bpe(artifact: Artifact, context: int) -> float:
-    """Bits an element of the cache at this context, from real buffers."""
-    from ..memory import bits_per_element
-
-    return bits_per_element(artifact, context)
 
 
 def layer_rows(layers: list[LayerSummary]) -> list[list[str]]:
@@ -131,12 +128,14 @@ def as_json(artifact: Artifact, layers: list[LayerSummary]) -> dict[str, Any]:
     """The JSON twin: the artifact's metadata and a row a layer, spectra included."""
     from dataclasses import asdict
 
+    from ..memory import bits_per_element
+
     return {
         "meta": {
             "artifact": artifact.meta.model_dump(mode="json"),
             "artifact_sha256": artifact.sha256,
             "label": artifact.label,
-            "bpe": {str(n): bpe(artifact, n) for n in CONTEXTS},
+            "bpe": {str(n): bits_per_element(artifact, n) for n in CONTEXTS},
         },
         "rows": [{**asdict(s), "gain": s.gain} for s in layers],
     }

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .common import check_outputs, console, number, print_table, write_json
+from .common import check_outputs, console, model_name, number, print_table, write_json
 
 
 def command(
@@ -33,9 +33,13 @@ def command(
     from ..rotationzoo import load_zoo
 
     config = load_config(model)
-    name = Path(model).resolve().name if Path(model).exists() else model
     artifact = load_zoo(
-        k_file, v_file, layer_geometries(config), config_identity(config, name), k_bits=k_bits, v_bits=v_bits
+        k_file,
+        v_file,
+        layer_geometries(config),
+        config_identity(config, model_name(model)),
+        k_bits=k_bits,
+        v_bits=v_bits,
     )
     artifact.save(output)
     rows = [

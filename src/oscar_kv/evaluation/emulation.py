@@ -237,7 +237,8 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Attention function ``oscar-emulation``."""
-    from ..integrations.transformers.attention import OscarMask, stock_attention
+    from ..integrations.transformers.attention import OscarMask
+    from ..integrations.transformers.capture import stock_attention
 
     entry = _open.get(id(getattr(module, "config", None)))
     if entry is None:

@@ -8,7 +8,6 @@ query has history, the model's stock attention gets raw keys, values and its own
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ...errors import CacheError, UnsupportedModelError
+from ...errors import CacheError
+from .capture import stock_attention
 
 if TYPE_CHECKING:
     from .enable import Enabled
     from .layer import OscarLayer
 
 NAME = "oscar"
-Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 ENABLED = "_oscar_kv"
 """The attribute in which a model and its decoder's modules keep what ``enable`` did: copies and pickles carry it."""
@@ -122,18 +121,6 @@ class OscarMask:
             f"{name} was asked of the attention mask: this model changes masks itself, or runs another attention "
             f"function than '{NAME}'; oscar-kv does not support that"
         )
-
-
-def stock_attention(module: nn.Module, name: str) -> Attention:
-    """The function that attention ``name`` means to this module: the registry first, its file's own eager one last."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if name in ALL_ATTENTION_FUNCTIONS:
-        return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if eager is None:
-        raise UnsupportedModelError(f"{type(module).__name__}: its file defines no eager_attention_forward")
-    return eager  # type: ignore[no-any-return]
 
 
 def _stock_name(module: nn.Module, kwargs: dict[str, Any], wanted: str | None) -> str:

@@ -14,7 +14,8 @@ from transformers.cache_utils import CacheLayerMixin
 from ...cache import MixedLayer
 from ...errors import CacheError, UnsupportedModelError
 from ...kernels.torch_ref import attend_row
-from .attention import OscarMask, Pending, stock_attention
+from .attention import OscarMask, Pending
+from .capture import stock_attention
 
 if TYPE_CHECKING:
     from .cache import OscarCache
