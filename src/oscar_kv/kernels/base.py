@@ -116,7 +116,7 @@ class StoreTables:
         upper = diagonal = None
         if codec.shaped and codec.weight is not None:
             upper = codec.weight.upper
-            # A = (I+U) D (I+U)ᵀ with unit diagonal: solving once gives D without keeping the factorisation's other half.
+            # The artifact keeps A and I + U only; two triangular solves give D back.
             half = torch.linalg.solve_triangular(upper.double(), codec.weight.matrix.double(), upper=True)
             diagonal = torch.linalg.solve_triangular(upper.double(), half.mT, upper=True).diagonal(dim1=-2, dim2=-1)
         k_centre, v_centre = ready(codec.k.centre), ready(codec.v.centre)
@@ -145,8 +145,8 @@ class StoreKernel(Protocol):
     ) -> None:
         """Raw post-RoPE k [batch, kv_heads, n, dk], v [batch, kv_heads, n, dv]; any strides, last dimension contiguous.
 
-        start, count int32 [batch]: row j < count[i] of request i is position start[i] + j; rows from count[i] on are not
-        read. Position p goes to sink row p if p < sink_rows, and to ring row p mod ring_rows (of a chunk longer than
+        start, count int32 [batch]: row j < count[i] of request i is position start[i] + j; later rows are not read.
+        Position p goes to sink row p if p < sink_rows, and to ring row p mod ring_rows (of a chunk longer than
         the ring, its last ring_rows positions). Page n ≥ sink_rows // 64 with start ≤ 64n + 63 < start + count goes to
         pool block block_table[i, n], unless that is negative; its rows before ``start`` are read from the ring, before
         this call's rows overwrite them. Grids depend on shapes only, so a CUDA graph can capture it.
