@@ -65,24 +65,23 @@ OTHERS = [
 ]
 VARIANTS: list[Tuning] = [
     {},
-    {"warps": 12, "stages": 4, "min_blocks": 1},
     {"warps": 12, "stages": 3, "min_blocks": 1},
-    {"warps": 4, "stages": 3, "min_blocks": 3},
+    {"warps": 10, "stages": 4, "min_blocks": 1},
     {"warps": 8, "stages": 5, "min_blocks": 1},
-    {"warps": 6, "stages": 4, "min_blocks": 2},
-    {"warps": 4, "stages": 4, "min_blocks": 3},
-    {"warps": 16, "stages": 3, "min_blocks": 1},
+    {"warps": 8, "stages": 3, "min_blocks": 1},
+    {"warps": 4, "stages": 3, "min_blocks": 3},
+    {"warps": 6, "stages": 3, "min_blocks": 2},
+    {"warps": 14, "stages": 2, "min_blocks": 1},
     {"bulk": False},
     {"chained": False},
     {"chain_first": True},
-    {"warps": 12, "stages": 4, "min_blocks": 1, "chain_first": True},
-    {"warps": 12, "stages": 3, "min_blocks": 1, "bulk": False},
 ]
 WIDE_VARIANTS: list[Tuning] = [
     {},
-    {"tiles": 2, "warps": 8, "stages": 4, "min_blocks": 1},
+    {"tiles": 2, "warps": 8, "stages": 4, "min_blocks": 1, "buffers": 1},
     {"tiles": 2, "warps": 8, "stages": 3, "min_blocks": 1},
-    {"tiles": 1, "warps": 12, "stages": 4, "min_blocks": 1},
+    {"tiles": 1, "warps": 12, "stages": 3, "min_blocks": 1, "buffers": 1},
+    {"tiles": 1, "warps": 8, "stages": 4, "min_blocks": 1},
 ]
 TUNED = {
     Shape(32, 1): VARIANTS,
@@ -233,16 +232,17 @@ def where(s: Shape, tuning: Tuning) -> list[tuple[str, float]]:
         return q, pages, table, start, end, length, w, t
 
     cases: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
-        ("all", ("decode", "finish"), {}),
+        ("all", ("prepare", "decode", "finish"), {}),
+        ("prepare, decode", ("prepare", "decode"), {}),
         ("decode", ("decode",), {}),
         ("finish", ("finish",), {}),
         ("decode, no windows", ("decode",), {"windows": False}),
         ("decode, no rotation", ("decode",), {"turn": False}),
         ("decode, neither", ("decode",), {"windows": False, "turn": False}),
-        ("all, neither", ("decode", "finish"), {"windows": False, "turn": False}),
-        ("all, 8192 tokens", ("decode", "finish"), {"tokens": 8192}),
-        ("all, 640 tokens", ("decode", "finish"), {"tokens": 640}),
-        ("all, no history", ("decode", "finish"), {"tokens": 320}),
+        ("all, neither", ("prepare", "decode", "finish"), {"windows": False, "turn": False}),
+        ("all, 8192 tokens", ("prepare", "decode", "finish"), {"tokens": 8192}),
+        ("all, 640 tokens", ("prepare", "decode", "finish"), {"tokens": 640}),
+        ("all, no history", ("prepare", "decode", "finish"), {"tokens": 320}),
         ("decode, no history", ("decode",), {"tokens": 320}),
         ("decode, nothing", ("decode",), {"tokens": 0, "windows": False}),
     ]
@@ -268,7 +268,7 @@ def compile_only(capability: tuple[int, int], table: list[Shape], some: bool) ->
         spec = DecodeSpec.choose(layout, group, dtype, capability, cap, **tuning)
         if spec.header not in done:
             done.add(spec.header)
-            for file in ("decode.cu", "finish.cu"):
+            for file in ("prepare.cu", "decode.cu", "finish.cu"):
                 compile_cached(file, spec.header, capability)
     print(f"{len(done)} specialisations compiled for sm_{capability[0]}{capability[1]}")
 

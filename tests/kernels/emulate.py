@@ -17,24 +17,31 @@ from pathlib import Path
 import torch
 
 from oscar_kv.kernels.cuda.compiler import source
-from oscar_kv.kernels.cuda.launch import FINISH_THREADS
+from oscar_kv.kernels.cuda.launch import FINISH_THREADS, PREPARE_THREADS
 from oscar_kv.kernels.cuda.spec import DecodeSpec, Params
 
 MAIN = """
 #include "emulator.h"
+#include "common.cuh"
+namespace preparing {
+#include "prepare.cu"
+}
 #include "decode.cu"
+namespace finishing {
 #include "finish.cu"
+}
 static const Params* given;
+static void run_prepare() { preparing::prepare(*given); }
 static void run_decode() { decode(*given); }
-static void run_finish_one() { finish_one(*given); }
-static void run_finish_many() { finish_many(*given); }
+static void run_finish_one() { finishing::finish_one(*given); }
+static void run_finish_many() { finishing::finish_many(*given); }
 extern "C" const char* emulate(int kernel, int gx, int gy, int threads, const Params* p, int shared, bool late) {
-  static void (*const all[])() = {run_decode, run_finish_one, run_finish_many};
+  static void (*const all[])() = {run_prepare, run_decode, run_finish_one, run_finish_many};
   given = p;
   return emulator::launch(all[kernel], gx, gy, threads, shared, late);
 }
 """
-NAMES = ("decode", "finish_one", "finish_many")
+NAMES = ("prepare", "decode", "finish_one", "finish_many")
 
 
 def compiler() -> str | None:
@@ -49,7 +56,7 @@ def build(header: str) -> ctypes.CDLL:
     command += ["-fsanitize=alignment,bounds,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"]
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder)
-        for name in ("common.cuh", "fragments.cuh", "decode.cu", "finish.cu"):
+        for name in ("common.cuh", "fragments.cuh", "prepare.cu", "decode.cu", "finish.cu"):
             (at / name).write_text(source(name))
         (at / "emulator.h").write_text((Path(__file__).parent / "emulator.h").read_text())
         (at / "ptx.cuh").write_text('#include "emulator.h"\n')
@@ -77,7 +84,8 @@ class EmulatedKernels:
     late: bool = True
 
     def launch(self, name: str, grid: tuple[int, int], params: Params) -> None:
-        threads, shared = (32 * self.spec.warps, self.spec.shared_bytes) if name == "decode" else (FINISH_THREADS, 0)
+        threads = {"prepare": PREPARE_THREADS, "decode": 32 * self.spec.warps}.get(name, FINISH_THREADS)
+        shared = self.spec.shared_bytes if name == "decode" else 0
         given = (NAMES.index(name), *grid, threads, ctypes.byref(params), shared, self.late)
         fault = build(self.spec.header).emulate(*given)
         if fault:

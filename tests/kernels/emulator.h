@@ -35,7 +35,7 @@ static u64 min(u64 a, u64 b) { return a < b ? a : b; }
 namespace emulator {
 static u8* shared;  // its end is the last address that may be touched, up to alignment
 struct Gate { int arrived; u64 generation; };
-static Gate warp_gate[32], block_gate;
+static Gate warp_gate[32], block_gate, named_gate[16];
 static u32 exchanged[32][2][32][6];
 static ucontext_t scheduler, fresh;
 static jmp_buf back, fiber[1024];  // switching contexts properly costs two system calls
@@ -67,10 +67,14 @@ static void begin_copy(std::vector<Copy>& list, Copy c) {
   list.push_back(c);
   if (late) memset(shared + c.to, 0xff, c.bytes); else land(list);
 }
+static bool arrive(Gate& g, int count) {
+  if (++g.arrived < count) return false;
+  g.arrived = 0, ++g.generation;
+  return true;
+}
 static void pass(Gate& g, int count) {
   const u64 mine = g.generation;
-  if (++g.arrived == count) g.arrived = 0, ++g.generation;
-  else while (g.generation == mine) yield();
+  if (!arrive(g, count)) while (g.generation == mine) yield();
 }
 // All lanes' operands.
 template <int N> static u32 (*exchange(const u32 (&x)[N]))[6] {
@@ -101,6 +105,7 @@ static void run_block(int count) {
   memset(phase, 0, sizeof phase);
   block_gate = {0, 0}, living = count;
   for (auto& g : warp_gate) g = {0, 0};
+  for (auto& g : named_gate) g = {0, 0};
   for (auto& u : under_way) u.clear();
   for (int i = 0; i < count; ++i) alive[i] = true, begun[i] = false, groups[i].assign(1, {});
   for (u64 idle = 0; living;) {
@@ -108,15 +113,19 @@ static void run_block(int count) {
     const u64 seen = block_gate.generation;
     u64 sum = 0, sum2 = 0;
     for (auto& g : warp_gate) sum += g.generation + g.arrived;
+    for (auto& g : named_gate) sum += g.generation + g.arrived;
     for (int i = 0; i < count; ++i)
       if (alive[i]) resume(i);
     for (auto& g : warp_gate) sum2 += g.generation + g.arrived;
+    for (auto& g : named_gate) sum2 += g.generation + g.arrived;
     idle = before == living && seen == block_gate.generation && sum == sum2 ? idle + 1 : 0;
     if (idle > 8) {
       snprintf(message, sizeof message, "deadlock: block %u,%u", blockIdx.x, blockIdx.y);
       siglongjmp(fault, 1);
     }
   }
+  for (auto& g : named_gate)
+    if (g.arrived) snprintf(message, sizeof message, "a barrier is left half full: block %u,%u", blockIdx.x, blockIdx.y);
   for (auto& u : under_way)
     if (!u.empty()) snprintf(message, sizeof message, "a copy nobody waited for: block %u,%u", blockIdx.x, blockIdx.y);
 }
@@ -254,5 +263,7 @@ DEVICE void barrier_wait(u32 bar, u32 parity) {
   if (!copies.empty()) emulator::land(copies), ++emulator::phase[bar / 8 % 4096];
   while ((emulator::phase[bar / 8 % 4096] & 1) == parity) emulator::yield();
 }
+DEVICE void named_wait(int id, int count) { emulator::pass(emulator::named_gate[id], count); }
+DEVICE void named_arrive(int id, int count) { emulator::arrive(emulator::named_gate[id], count); }
 DEVICE void wait_for_predecessor() {}
 DEVICE void release_successor() {}

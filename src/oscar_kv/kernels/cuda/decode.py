@@ -122,6 +122,7 @@ def run(
     items, slots = batch * heads * items_a_head, kernels.blocks + batch * heads
     partial = torch.empty((slots + items) * spec.heads * layout.v_dim, dtype=torch.float32, device=device)
     lse = torch.empty((slots + items) * spec.heads, dtype=torch.float32, device=device)
+    turned = torch.empty(batch * heads * spec.heads * (layout.k_dim + 1), dtype=torch.float32, device=device)
     natural = layout.k_dim**-0.5 if scale is None else scale
     log2e = 1 / math.log(2)
 
@@ -146,6 +147,8 @@ def run(
         at(windows.ring_v),
         at(partial),
         at(lse),
+        at(turned),
+        turned.data_ptr() + 4 * batch * heads * spec.heads * layout.k_dim,
         at(out),
         batch,
         kv,
@@ -160,6 +163,7 @@ def run(
         natural / softcap if softcap else natural * log2e,
         softcap * log2e,
     )
+    kernels.launch("prepare", (batch, heads * spec.prepare_parts), params)
     kernels.launch("decode", (kernels.blocks, 1), params)
     rows_a_block = spec.finish_rows if batch * heads * spec.heads > kernels.multiprocessors else 1
     kernels.launch(

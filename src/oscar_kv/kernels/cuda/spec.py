@@ -20,7 +20,7 @@ _POINTERS = (
     ("v_centre", "const float*"), ("pages", "const u8*"), ("block_table", "const int*"), ("hist_start", "const int*"),
     ("hist_end", "const int*"), ("seq_len", "const int*"), ("slots", "const int*"), ("sink_k", "const u8*"),
     ("sink_v", "const u8*"), ("ring_k", "const u8*"), ("ring_v", "const u8*"), ("partial", "float*"),
-    ("partial_lse", "float*"), ("out", "u8*"),
+    ("partial_lse", "float*"), ("turned", "float*"), ("turned_centre", "float*"), ("out", "u8*"),
 )  # fmt: skip
 _INTS = (
     "batch",
@@ -64,6 +64,7 @@ class DecodeSpec:
 
     tiles: columns of 8 query heads a warp serves; warps a block, stages a warp's ring; bulk: cp.async.bulk (sm_90+);
     chained: programmatic dependent launch (sm_90+); chain_first: of the first kernel too, behind whatever ran before;
+    buffers: states of so many (request, head) pairs may wait to be put together;
     flush_pages: pages a warp's tensor cores add up before they start from zero again (they truncate).
     """
 
@@ -78,6 +79,7 @@ class DecodeSpec:
     min_blocks: int
     bulk: bool
     chained: bool
+    buffers: int
     chain_first: bool = False
     flush_pages: int = 512
 
@@ -116,6 +118,7 @@ class DecodeSpec:
             "min_blocks": 1 if roomy or wide or tiles == 2 else 2 if many else 3,
             "bulk": new,
             "chained": new,
+            "buffers": 2 if _shared_limit(capability) >= 160 * 1024 and not wide else 1,
         }
         given = set(tuning)
         choice.update(tuning)
@@ -154,28 +157,29 @@ class DecodeSpec:
 
     @property
     def stage_bytes(self) -> int:
-        """A page, or four query heads in float32: a free stage is scratch when queries are turned."""
-        return -(-max(self.layout.page_bytes, 16 * self.layout.k_dim) // 128) * 128
+        return -(-self.layout.page_bytes // 128) * 128
 
     @property
-    def query_bytes(self) -> int:
-        """Raw and turned query heads in float32, and a few numbers a warp (QueryRoom in decode.cu)."""
-        padded, d = -(-self.heads // 4) * 4, self.layout.k_dim
-        return -(-4 * (d * padded + self.heads * (d + 8) + self.columns + 2 * self.warps) // 16) * 16
+    def prepare_parts(self) -> int:
+        """Blocks of 32 columns of R_K (prepare.cu)."""
+        return -(-self.layout.k_dim // 32)
 
     @property
     def finish_rows(self) -> int:
         return max(1, min(self.heads, 512 // self.layout.v_dim))
 
     @property
-    def barrier_offset(self) -> int:
-        return self.query_offset + self.query_bytes
+    def desk_offset(self) -> int:
+        return self.warps * self.stages * self.stage_bytes
 
     @property
-    def query_offset(self) -> int:
-        ring = self.warps * self.stages * self.stage_bytes
-        merge = self.warps * self.heads * (self.layout.v_dim + 6) * 4
-        return -(-max(ring, merge) // 128) * 128
+    def desk_bytes(self) -> int:
+        """Where the warps leave their states (Desk in decode.cu)."""
+        return -(-4 * self.buffers * self.warps * self.heads * (self.layout.v_dim + 6) // 16) * 16
+
+    @property
+    def barrier_offset(self) -> int:
+        return self.desk_offset + self.desk_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -191,8 +195,8 @@ class DecodeSpec:
             "WARPS": self.warps, "STAGES": self.stages, "MIN_BLOCKS": self.min_blocks, "BULK": int(self.bulk),
             "CHAINED": int(self.chained), "SOFTCAP": int(self.softcap), "FINISH_ROWS": self.finish_rows,
             "WINDOW_BF16": int(self.dtype == torch.bfloat16), "BARRIER_OFFSET": self.barrier_offset,
-            "STAGE_BYTES": self.stage_bytes, "QUERY_OFFSET": self.query_offset, "QUERY_BYTES": self.query_bytes,
-            "FLUSH_PAGES": self.flush_pages,
+            "STAGE_BYTES": self.stage_bytes, "DESK_OFFSET": self.desk_offset, "DESK_BYTES": self.desk_bytes,
+            "BUFFERS": self.buffers, "FLUSH_PAGES": self.flush_pages,
             "CHAIN_FIRST": int(self.chained and self.chain_first),
         }  # fmt: skip
         lines = [

@@ -9,6 +9,13 @@ constexpr int COLUMNS = 8 * TILES;
 constexpr int BLOCKS = (GROUP + COLUMNS - 1) / COLUMNS;
 constexpr int HEADS = (GROUP + BLOCKS - 1) / BLOCKS;  // query heads a block
 
+#if WINDOW_BF16
+DEVICE float raw_low(u32 x) { return bf16_low(x); }
+DEVICE float raw_high(u32 x) { return bf16_high(x); }
+#else
+DEVICE float raw_low(u32 x) { return half_low(x); }
+DEVICE float raw_high(u32 x) { return half_high(x); }
+#endif
 DEVICE float log2_of_e() { return 1.4426950408889634f; }
 DEVICE int slot_of(const Params& p, int b) { return p.slots ? p.slots[b] : b; }
 DEVICE int pages_of(const Params& p, int b) {

@@ -62,76 +62,70 @@ DEVICE float capped(const Params& p, float x) {
   return SOFTCAP ? p.cap * (1.f - 2.f / (1.f + ex2(2.f * log2_of_e() * x))) : x;
 }
 
-// Merge the warps' states through shared memory and write one partial: output / mass and log2 of the mass.
+// Where the warps of a block put their states together, in shared memory. A segment is what a block has of one request
+// and head. After its pages of a segment each warp leaves its state here and goes on to the next; one warp, another each
+// time, waits for all and writes the partial: output / mass and log2 of the mass. BUFFERS segments may be open at once.
+// Tensor cores truncate as they add, so a warp starts from zero after FLUSH_PAGES pages and adds up here, in float32.
 // Rows of 8 dimensions carry 2^target(group) of the layout; centre: log2(e) * scale * q.centre, constant over the history.
-// continued: the slot already holds this block's earlier pages of the same head; tensor cores truncate as they add, so
-// no warp adds up more than FLUSH_PAGES pages before it starts from zero again.
-constexpr int MERGE_STRIDE = V_DIM + 4;  // spreads the columns of a warp over the banks
-DEVICE void merge_warps(const Params& p, State& s, u8* shared, const float* centre, u64 slot, bool continued) {
+constexpr int STRIDE = V_DIM + 4;  // spreads the columns of a warp over the banks
+struct Desk {
+  float values[BUFFERS][WARPS][HEADS][STRIDE], mass[BUFFERS][WARPS][HEADS][2];  // mass: maximum, sum
+};
+static_assert(sizeof(Desk) <= DESK_BYTES, "spec.py reserves too little");
+
+DEVICE void leave(State& s, Desk& desk, const float (*centre)[2], int buffer, bool first) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
-  float* out = (float*)shared;                           // [WARPS][HEADS][MERGE_STRIDE]
-  float* mass = out + WARPS * HEADS * MERGE_STRIDE;      // [WARPS][HEADS][2]: maximum, sum
-#pragma unroll
-  for (int n = 0; n < TILES; ++n)
-#pragma unroll
-    for (int k = 0; k < 2; ++k)
-#pragma unroll
-      for (int i = 4; i < 32; i *= 2) {
-        s.l[n][k] += __shfl_xor_sync(FULL, s.l[n][k], i);
-        s.z[n][k] += __shfl_xor_sync(FULL, s.z[n][k], i);
-      }
-  __syncthreads();  // every warp has left the ring
   const float back = 16777216.f / s.step_scale;
 #pragma unroll
   for (int n = 0; n < TILES; ++n)
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int i = 4; i < 32; i *= 2) {
+        s.l[n][k] += __shfl_xor_sync(FULL, s.l[n][k], i);
+        s.z[n][k] += __shfl_xor_sync(FULL, s.z[n][k], i);
+      }
       const int column = 8 * n + 2 * quad + k;
+      float *to = desk.values[buffer][warp][column < HEADS ? column : 0], *mass = desk.mass[buffer][warp][column < HEADS ? column : 0];
+      const float top = s.m[n][k] + (SOFTCAP ? 0.f : centre[n][k]);
+      float keep = 0.f, f = 1.f, next = top, sum = s.l[n][k];
+      if (!first) next = fmaxf(mass[0], top), keep = ex2(mass[0] - next), f = ex2(top - next), sum = keep * mass[1] + f * sum;
+      __syncwarp();  // all rows have read the mass
       if (column >= HEADS) continue;
-      if (row == 0) mass[(warp * HEADS + column) * 2] = s.m[n][k], mass[(warp * HEADS + column) * 2 + 1] = s.l[n][k];
-      float* to = out + (warp * HEADS + column) * MERGE_STRIDE;
+      if (row == 0) mass[0] = next, mass[1] = sum;
 #pragma unroll
       for (int j = 0; j < V_DIM / 16; ++j) {
-        to[16 * j + row] = s.o[n][j][k] * (back / (1 << target_bit<V_BITS>(j))) + s.z[n][k];
-        to[16 * j + 8 + row] = s.o[n][j][k + 2] * (back / (1 << target_bit<V_BITS>(V_DIM / 16 + j))) + s.z[n][k];
+        const float x = s.o[n][j][k] * (back / (1 << target_bit<V_BITS>(j))) + s.z[n][k];
+        const float y = s.o[n][j][k + 2] * (back / (1 << target_bit<V_BITS>(V_DIM / 16 + j))) + s.z[n][k];
+        to[16 * j + row] = first ? x : keep * to[16 * j + row] + f * x;
+        to[16 * j + 8 + row] = first ? y : keep * to[16 * j + 8 + row] + f * y;
       }
     }
-  __syncthreads();
-  auto maximum = [&](int head) {
-    float top = continued ? p.partial_lse[slot * HEADS + head] - (SOFTCAP ? 0.f : centre[head]) : -1e30f;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, mass[(w * HEADS + head) * 2]);
-    return top;
-  };
-  auto earlier = [&](int head, float top) {
-    return continued ? ex2(p.partial_lse[slot * HEADS + head] - (SOFTCAP ? 0.f : centre[head]) - top) : 0.f;
-  };
+}
+// One warp: all warps' states of a segment into its partial.
+DEVICE void collect(const Params& p, const Desk& desk, int buffer, u64 slot) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < HEADS * V_DIM; i += WARPS * 32) {
-    const int head = i / V_DIM;
-    const float top = maximum(head);
-    float sum = earlier(head, top), value = continued ? sum * p.partial[slot * (HEADS * V_DIM) + i] : 0.f;
+  for (int head = 0; head < HEADS; ++head) {
+    float top = -1e30f, sum = 0.f, f[WARPS];
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-      const float f = ex2(mass[(w * HEADS + head) * 2] - top);
-      sum += f * mass[(w * HEADS + head) * 2 + 1];
-      value += f * out[(w * HEADS + head) * MERGE_STRIDE + i % V_DIM];
+    for (int w = 0; w < WARPS; ++w) f[w] = desk.mass[buffer][w][head][0], top = fmaxf(top, f[w]);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) f[w] = ex2(f[w] - top), sum += f[w] * desk.mass[buffer][w][head][1];
+#pragma unroll
+    for (int d = 4 * lane; d < V_DIM; d += 128) {
+      float4 x = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) {
+        if (f[w] == 0.f) continue;  // perhaps a warp without pages, which has left no values
+        const float4 y = *(const float4*)&desk.values[buffer][w][head][d];
+        x.x += f[w] * y.x, x.y += f[w] * y.y, x.z += f[w] * y.z, x.w += f[w] * y.w;
+      }
+      const float norm = 1.f / sum;
+      *(float4*)(p.partial + (slot * HEADS + head) * V_DIM + d) = {x.x * norm, x.y * norm, x.z * norm, x.w * norm};
     }
-    p.partial[slot * (HEADS * V_DIM) + i] = value / sum;
+    if (lane == 0) p.partial_lse[slot * HEADS + head] = top + lg2(sum);
   }
-  float log_mass = 0.f;
-  if (threadIdx.x < HEADS) {
-    const float top = maximum(threadIdx.x);
-    float sum = earlier(threadIdx.x, top);
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) sum += ex2(mass[(w * HEADS + threadIdx.x) * 2] - top) * mass[(w * HEADS + threadIdx.x) * 2 + 1];
-    log_mass = top + lg2(sum) + (SOFTCAP ? 0.f : centre[threadIdx.x]);
-  }
-#if BULK
-  bulk_fence();  // the ring's next copies come through the other proxy
-#endif
-  __syncthreads();
-  if (threadIdx.x < HEADS) p.partial_lse[slot * HEADS + threadIdx.x] = log_mass;
 }
 
 // The ring of one warp: pages arrive in order, STAGES - 1 ahead.
@@ -168,195 +162,140 @@ struct Ring {
   }
 };
 
-#if WINDOW_BF16
-DEVICE float raw_low(u32 x) { return bf16_low(x); }
-DEVICE float raw_high(u32 x) { return bf16_high(x); }
-#else
-DEVICE float raw_low(u32 x) { return half_low(x); }
-DEVICE float raw_high(u32 x) { return half_high(x); }
-#endif
-
-// A block's query heads in the rotated basis, as the B operand of the MMAs.
+// A segment's query heads, turned by prepare.cu, as the B operand of the MMAs at a power of two.
 struct Query {
   u32 words[TILES * K_DIM / 8];
   float sum[TILES][2], centre[TILES][2], step_factor;
-};
-constexpr int PADDED = (HEADS + 3) / 4 * 4;
-constexpr int TURN = PADDED >= 8 && 32 * K_DIM <= STAGE_BYTES ? 8 : 4;  // heads turned at a time
-constexpr int TURN_STRIDE = K_DIM + 8;
-struct QueryRoom {  // shared memory
-  float raw[K_DIM][PADDED], turned[HEADS][TURN_STRIDE], centre[COLUMNS], largest[WARPS];
-  int scratch[WARPS];
-};
-static_assert(sizeof(QueryRoom) <= QUERY_BYTES, "spec.py reserves too little");
-
-// Multiply by R_K: each warp takes every WARPS-th of its rows.
-// free_stage: the stage of this warp's ring that no copy is under way to.
-DEVICE void turn_query(const Params& p, QueryRoom& room, u8* shared, u8* free_stage, int b, int hv) {
-  constexpr int THREADS = WARPS * 32, WIDE = (K_DIM + 127) / 128, ROWS = (K_DIM + WARPS - 1) / WARPS;
-  constexpr int AHEAD = ROWS < 8 / WIDE ? ROWS : 8 / WIDE;
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-  const int head = hv / BLOCKS, head0 = (hv % BLOCKS) * HEADS;
-  const float* turn = p.k_rotation ? p.k_rotation + (u64)head * K_DIM * K_DIM : nullptr;
-  float4 ahead[AHEAD][WIDE];
-  auto look = [&](int first) {
+  DEVICE void load(const Params& p, u64 bh) {
+    const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
+    float2 x[TILES][K_DIM / 8];
+    float top = 0.f;
 #pragma unroll
-    for (int k = 0; k < AHEAD; ++k)
+    for (int n = 0; n < TILES; ++n) {
+      const float* from = p.turned + (bh * HEADS + (8 * n + row < HEADS ? 8 * n + row : 0)) * K_DIM + 2 * quad;
 #pragma unroll
-      for (int w = 0; w < WIDE; ++w) {
-        const int i = warp + (first + k) * WARPS, column = 128 * w + 4 * lane;
-        if (i < K_DIM && column < K_DIM) ahead[k][w] = *(const float4*)(turn + i * K_DIM + column);
+      for (int j = 0; j < K_DIM / 8; ++j) x[n][j] = *(const float2*)(from + 8 * j);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) centre[n][k] = 8 * n + 2 * quad + k < HEADS ? p.turned_centre[bh * HEADS + 8 * n + 2 * quad + k] : 0.f;
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+      for (int j = 0; j < K_DIM / 8; ++j) {  // a head with infinities spoils itself alone
+        if (fabsf(x[n][j].x) < infinity()) top = fmaxf(top, fabsf(x[n][j].x));
+        if (fabsf(x[n][j].y) < infinity()) top = fmaxf(top, fabsf(x[n][j].y));
       }
-  };
-  if (turn) look(0);
-#pragma unroll 1
-  for (int i = tid; i < PADDED * (K_DIM / 2); i += THREADS) {
-    const int g = i / (K_DIM / 2), d = i % (K_DIM / 2) * 2;
-    u32 pair = 0;
-    if (g < HEADS && head0 + g < GROUP)
-      pair = *(const u32*)(p.q + (((u64)b * p.kv_heads + head) * GROUP + head0 + g) * (K_DIM * 2) + d * 2);
-    room.raw[d][g] = raw_low(pair) * p.query_scale, room.raw[d + 1][g] = raw_high(pair) * p.query_scale;
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, i));
+    // Power of two that brings the largest entry into [2^13, 2^14): far from overflow, and 2^-27 of it is still normal.
+    int exponent = (int)((__float_as_uint(top) >> 23) & 255) - 127;
+    exponent = max(-80, min(exponent, 100));
+    const float up = __uint_as_float((u32)(127 + 13 - exponent) << 23), down = __uint_as_float((u32)(127 - 13 + exponent) << 23);
+    step_factor = down * 16777216.f;
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+      float total = 0.f;
+#pragma unroll
+      for (int j = 0; j < K_DIM / 8; ++j) {
+        const float f = up / (1 << target_bit<K_BITS>(j));
+        const u32 pair = 8 * n + row < HEADS ? pack_half(x[n][j].x * f, x[n][j].y * f) : 0;
+        words[n * (K_DIM / 8) + j] = pair;
+        total += (half_low(pair) + half_high(pair)) * (float)(1 << target_bit<K_BITS>(j));
+      }
+      total += __shfl_xor_sync(FULL, total, 1);
+      total += __shfl_xor_sync(FULL, total, 2);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) sum[n][k] = __shfl_sync(FULL, total, 4 * (2 * quad + k)) * down;
+    }
   }
-  if (lane == 0) room.scratch[warp] = (int)(free_stage - shared);
-  __syncthreads();
-#pragma unroll 1
-  for (int g = warp; g < HEADS; g += WARPS) {
-    float sum = 0.f;
-#pragma unroll 1
-    for (int i = lane; i < K_DIM; i += 32) sum += room.raw[i][g] * p.k_centre[head * K_DIM + i];
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) sum += __shfl_xor_sync(FULL, sum, i);
-    if (lane == 0) room.centre[g] = sum;
+};
+
+// The segments of one thread block, in order. skew: the first of a segment's pages that is this warp's; warps take turns
+// over the whole line, so that all have equally many.
+struct Line {
+  int at, end, b, hv, count, from, to, skew;
+  DEVICE Line(const Params& p, int begin, int end) : at(begin), end(end) {
+    if (at >= end) return;
+    const int heads = p.kv_heads * BLOCKS;
+    const Place place = place_of(p, at);
+    const int rest = at - place.before * heads;
+    b = place.request, count = place.pages, hv = rest / count, from = rest % count;
+    to = min(count, from + (end - at)), skew = threadIdx.x / 32;
   }
-  float top = 0.f;
-  for (int g0 = 0; g0 < PADDED; g0 += TURN) {
-    if (turn) {
-      float sum[TURN][WIDE][4];
-#pragma unroll
-      for (int g = 0; g < TURN; ++g)
-#pragma unroll
-        for (int w = 0; w < WIDE; ++w) sum[g][w][0] = sum[g][w][1] = sum[g][w][2] = sum[g][w][3] = 0.f;
-#pragma unroll 1
-      for (int first = 0; first < ROWS; first += AHEAD) {
-        if (first || g0) look(first);
-#pragma unroll
-        for (int k = 0; k < AHEAD; ++k) {
-          const int i = warp + (first + k) * WARPS;
-          if (first + k >= ROWS || i >= K_DIM) continue;
-#pragma unroll
-          for (int g4 = 0; g4 < TURN; g4 += 4) {
-            const float4 x = *(const float4*)&room.raw[i][g0 + g4];
-            const float xs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-            for (int g = 0; g < 4; ++g)
-#pragma unroll
-              for (int w = 0; w < WIDE; ++w) {
-                sum[g4 + g][w][0] += xs[g] * ahead[k][w].x, sum[g4 + g][w][1] += xs[g] * ahead[k][w].y;
-                sum[g4 + g][w][2] += xs[g] * ahead[k][w].z, sum[g4 + g][w][3] += xs[g] * ahead[k][w].w;
-              }
-          }
+  DEVICE bool open() const { return at < end; }
+  DEVICE u64 bh(const Params& p) const { return (u64)b * (p.kv_heads * BLOCKS) + hv; }
+  DEVICE void next(const Params& p) {
+    const int taken = to - from;
+    at += taken;
+    if (at >= end) return;
+    skew = (skew + (WARPS - taken % WARPS)) % WARPS;
+    if (++hv == p.kv_heads * BLOCKS) {
+      hv = 0;
+      u32 found = 0;
+      for (++b; !found; b += 32) {  // there is one, since at < end
+        const int mine = b + threadIdx.x % 32, n = mine < p.batch ? pages_of(p, mine) : 0;
+        found = __ballot_sync(FULL, n > 0);
+        if (found) {
+          const int lane = __ffs(found) - 1;
+          count = __shfl_sync(FULL, n, lane), b += lane - 32;
         }
       }
-#pragma unroll
-      for (int g = 0; g < TURN; ++g)
-#pragma unroll
-        for (int w = 0; w < WIDE; ++w)
-          if (128 * w + 4 * lane < K_DIM)
-            *(float4*)((float*)free_stage + g * K_DIM + 128 * w + 4 * lane) = {sum[g][w][0], sum[g][w][1], sum[g][w][2], sum[g][w][3]};
-      __syncthreads();
     }
-#pragma unroll 1
-    for (int i = tid; i < TURN * K_DIM; i += THREADS) {
-      const int g = g0 + i / K_DIM, d = i % K_DIM;
-      float x = 0.f;
-      if (turn) {
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) x += ((const float*)(shared + room.scratch[w]))[i];
-      } else {
-        x = room.raw[d][g];
-      }
-      if (g < HEADS) room.turned[g][d] = x;
-      if (fabsf(x) < infinity()) top = fmaxf(top, fabsf(x));  // a head with infinities spoils itself alone
-    }
-    if (turn && g0 + TURN < PADDED) __syncthreads();
+    from = 0, to = min(count, end - at);
   }
-#pragma unroll
-  for (int i = 1; i < 32; i *= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, i));
-  if (lane == 0) room.largest[warp] = top;
-#if BULK
-  bulk_fence();  // the free stage was written by ordinary stores and is next written by a copy
-#endif
-  __syncthreads();
-}
-// The turned heads as fp16 fragments, at a power of two.
-DEVICE void load_query(Query& q, const QueryRoom& room) {
-  const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
-  float top = 0.f;
-#pragma unroll
-  for (int w = 0; w < WARPS; ++w) top = fmaxf(top, room.largest[w]);
-  // Power of two that brings the largest entry into [2^13, 2^14): far from overflow, and 2^-27 of it is still normal.
-  int exponent = (int)((__float_as_uint(top) >> 23) & 255) - 127;
-  exponent = max(-80, min(exponent, 100));
-  const float up = __uint_as_float((u32)(127 + 13 - exponent) << 23), down = __uint_as_float((u32)(127 - 13 + exponent) << 23);
-  q.step_factor = down * 16777216.f;
-#pragma unroll
-  for (int n = 0; n < TILES; ++n) {
-    const int column = 8 * n + row;
-    const bool real = column < HEADS;
-    float sum = 0.f;
-#pragma unroll
-    for (int j = 0; j < K_DIM / 8; ++j) {
-      const float f = up / (1 << target_bit<K_BITS>(j));
-      const float2 x = *(const float2*)&room.turned[real ? column : 0][8 * j + 2 * quad];
-      const u32 pair = real ? pack_half(x.x * f, x.y * f) : 0;
-      q.words[n * (K_DIM / 8) + j] = pair;
-      sum += (half_low(pair) + half_high(pair)) * (float)(1 << target_bit<K_BITS>(j));
-    }
-    sum += __shfl_xor_sync(FULL, sum, 1);
-    sum += __shfl_xor_sync(FULL, sum, 2);
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int c = 2 * quad + k;
-      q.sum[n][k] = __shfl_sync(FULL, sum, 4 * c) * down;
-      q.centre[n][k] = 8 * n + c < HEADS ? room.centre[8 * n + c] : 0.f;
-    }
-  }
-}
+};
 
-// The pages of one warp: block numbers come 32 at a time, one a lane, a batch ahead of their use.
+// The pages of one warp, asked for ahead of their use: block numbers come 32 at a time, one a lane, a batch ahead.
 struct Walk {
+  Line line;
   const int* table;
   const u8* pool;
-  u64 stride;
-  int next, to, index, now, later;
-  DEVICE Walk(const Params& p, int b, int head, int first, int from, int to) : to(to), index(0) {
-    table = p.block_table + (u64)b * p.max_pages + first;
-    pool = p.pages + (u64)head * PAGE_BYTES, stride = (u64)p.kv_heads * PAGE_BYTES;
-    next = from + threadIdx.x / 32;
+  int next, index, now, later;
+  DEVICE Walk(const Params& p, int at, int end) : line(p, at, end) {
+    if (line.open()) enter(p);
+  }
+  DEVICE void enter(const Params& p) {
+    table = p.block_table + (u64)line.b * p.max_pages + p.hist_start[line.b] / PAGE;
+    pool = p.pages + (u64)(line.hv / BLOCKS) * PAGE_BYTES;
+    next = line.from + line.skew, index = 0;
     now = look(0), later = look(32);
   }
   DEVICE int look(int ahead) const {
     const int page = next + (ahead + (int)(threadIdx.x % 32)) * WARPS;
-    return page < to ? table[page] : 0;
+    return page < line.to ? table[page] : 0;
   }
-  DEVICE void ask(Ring& ring, int stage) {
-    const int block = __shfl_sync(FULL, now, index);
-    if (next < to) ring.issue(pool + block * stride, stage, threadIdx.x % 32);
+  DEVICE void ask(const Params& p, Ring& ring, int stage) {
+    while (line.open() && next >= line.to) {
+      line.next(p);
+      if (line.open()) enter(p);
+    }
+    if (line.open()) {
+      const int block = __shfl_sync(FULL, now, index);
+      ring.issue(pool + block * ((u64)p.kv_heads * PAGE_BYTES), stage, threadIdx.x % 32);
+      next += WARPS;
+      if (++index == 32) index = 0, now = later, later = look(32);
+    }
     ring.commit();
-    next += WARPS;
-    if (++index == 32) index = 0, now = later, later = look(32);
   }
 };
 
-// Pages [from, to) of one request's history, whose first page is ``first``, for one block of one KV head's query heads.
-DEVICE void history(const Params& p, Ring& ring, Walk& walk, State& s, const Query& q, int b, int first, int from, int to) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4;
-  const int start = p.hist_start[b], end = p.hist_end[b];
+// This warp's pages of one segment.
+DEVICE void history(const Params& p, Ring& ring, Walk& walk, State& s, Desk& desk, const Query& q, const Line& line, int buffer) {
+  const int lane = threadIdx.x % 32, row = lane / 4;
+  const int start = p.hist_start[line.b], end = p.hist_end[line.b], first = start / PAGE;
   const u32* query = q.words;
-  for (int page = from + warp; page < to; page += WARPS) {
+  int pages = 0;
+  bool left = false;
+  for (int page = line.from + line.skew; page < line.to; page += WARPS) {
+    if (pages == FLUSH_PAGES) {
+      leave(s, desk, q.centre, buffer, !left);
+      s.reset();
+      pages = 0, left = true;
+    }
+    ++pages;
     ring.wait();
     const u8* data = ring.base + ring.stage * STAGE_BYTES;
-    walk.ask(ring, (ring.stage + STAGES - 1) % STAGES);
+    walk.ask(p, ring, (ring.stage + STAGES - 1) % STAGES);
     const int lo = start - (first + page) * PAGE, hi = end - (first + page) * PAGE;
     const bool partial = lo > 0 || hi < PAGE;
 
@@ -433,6 +372,7 @@ DEVICE void history(const Params& p, Ring& ring, Walk& walk, State& s, const Que
     __syncwarp();  // the stage may be overwritten by the next step's request
     ring.advance();
   }
+  leave(s, desk, q.centre, buffer, !left);
 }
 
 // Window item: item_tokens raw tokens of one request and KV head, for one warp. Writes its own partial.
@@ -497,16 +437,32 @@ DEVICE void window(const Params& p, int b, int hv, int from, u64 to_slot) {
 #pragma unroll 1
   for (int first = from; first < to; first += 16) {
     float score[TILES][2][2];
+    u32 values[V_DIM / 16][4];
+    auto load_values = [&]() {
+      const u8* v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        v[i] = Rows(p, slot, head, min(first + 2 * quad + (i & 1) + 8 * (i >> 1), to - 1), sink, recent_from).v;
+#pragma unroll
+      for (int j = 0; j < V_DIM / 16; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[j][i] = *(const u32*)(v[i] + (16 * j + 2 * row) * 2);
+    };
+    constexpr bool AT_ONCE = K_DIM + V_DIM <= 256;  // registers for a tile's keys and values: one wait for both
     {
       const Rows r0(p, slot, head, min(first + row, to - 1), sink, recent_from);
       const Rows r1(p, slot, head, min(first + 8 + row, to - 1), sink, recent_from);
       float c[TILES][4];
+      Word2 keys[K_DIM / 16][2];
+#pragma unroll
+      for (int ks = 0; ks < K_DIM / 16; ++ks)
+        keys[ks][0] = *(const Word2*)(r0.k + (16 * ks + 4 * quad) * 2), keys[ks][1] = *(const Word2*)(r1.k + (16 * ks + 4 * quad) * 2);
+      if (AT_ONCE) load_values();
 #pragma unroll
       for (int n = 0; n < TILES; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
 #pragma unroll
       for (int ks = 0; ks < K_DIM / 16; ++ks) {
-        const Word2 x = *(const Word2*)(r0.k + (16 * ks + 4 * quad) * 2), y = *(const Word2*)(r1.k + (16 * ks + 4 * quad) * 2);
-        const u32 a[4] = {x.x, y.x, x.y, y.y};
+        const u32 a[4] = {keys[ks][0].x, keys[ks][1].x, keys[ks][0].y, keys[ks][1].y};
 #pragma unroll
         for (int n = 0; n < TILES; ++n) MMA_WINDOW(c[n], a, query[n][2 * ks], query[n][2 * ks + 1]);
       }
@@ -532,15 +488,10 @@ DEVICE void window(const Params& p, int b, int hv, int from, u64 to_slot) {
         low[n][r] = transpose8(pack_bf16(e0 - bf16_low(x), e1 - bf16_high(x)));
 #endif
       }
-    const u8* v[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      v[i] = Rows(p, slot, head, min(first + 2 * quad + (i & 1) + 8 * (i >> 1), to - 1), sink, recent_from).v;
+    if (!AT_ONCE) load_values();
 #pragma unroll
     for (int j = 0; j < V_DIM / 16; ++j) {
-      u32 x[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = *(const u32*)(v[i] + (16 * j + 2 * row) * 2);
+      const u32* x = values[j];
       const u32 a[4] = {__byte_perm(x[0], x[1], 0x5410), __byte_perm(x[0], x[1], 0x7632),
                         __byte_perm(x[2], x[3], 0x5410), __byte_perm(x[2], x[3], 0x7632)};
 #pragma unroll
@@ -571,9 +522,8 @@ DEVICE void window(const Params& p, int b, int hv, int from, u64 to_slot) {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(const __grid_constant__ Params p) {
   DYNAMIC_SHARED(shared);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int heads = p.kv_heads * BLOCKS;
-  QueryRoom& room = *(QueryRoom*)(shared + QUERY_OFFSET);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, heads = p.kv_heads * BLOCKS;
+  Desk& desk = *(Desk*)(shared + DESK_OFFSET);
   Ring ring;
   ring.base = shared + warp * STAGES * STAGE_BYTES;
   ring.address = shared_address(ring.base);
@@ -585,48 +535,41 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
   bulk_fence();
   __syncwarp();
 #endif
-#if CHAIN_FIRST
-  wait_for_predecessor();
-#endif
   release_successor();
   const Schedule plan(p, count_pages(p, 0).all);
   const int c = blockIdx.x, windows = p.blocks + p.batch * heads;
-  int at = (int)plan.page(p, c);  // pages are at least 1 KB: their number fits
-  const int end = (int)plan.page(p, c + 1);
-  // A warp takes its window items when the first pages have been asked for.
-  int item = (int)plan.item(c) + warp;
+  const int begin = (int)plan.page(p, c), end = (int)plan.page(p, c + 1);  // a page is at least 1 KB: their number fits
   const int last_item = (int)plan.item(c + 1);
-  int last_slot = -1;
+  int item = (int)plan.item(c) + warp;
   if (item < last_item) prefetch_window(p, item / p.items_a_head / heads, item / p.items_a_head % heads, item % p.items_a_head * p.item_tokens);
-  do {
-    const bool pages = at < end;
-    Place place = {0, 0, 1};
-    if (pages) place = place_of(p, at);
-    const int b = place.request, rest = at - place.before * heads, hv = rest / place.pages, from = rest % place.pages;
-    const int to = pages ? min(min(place.pages, from + (end - at)), from + FLUSH_PAGES * WARPS) : from, first = p.hist_start[b] / PAGE;
-    if (pages) {
-      Walk walk(p, b, hv / BLOCKS, first, from, to);
+  // The first pages are under way while raw windows are read and prepare.cu, which may still run, turns the queries.
+  Walk walk(p, begin, end);
 #pragma unroll
-      for (int i = 0; i < STAGES - 1; ++i) walk.ask(ring, (ring.stage + i) % STAGES);
-      turn_query(p, room, shared, ring.base + (ring.stage + STAGES - 1) % STAGES * STAGE_BYTES, b, hv);
-    }
+  for (int i = 0; i < STAGES - 1; ++i) walk.ask(p, ring, i);
 #pragma unroll 1
-    for (; item < last_item; item += WARPS) {
-      const int bh = item / p.items_a_head;
-      window(p, bh / heads, bh % heads, item % p.items_a_head * p.item_tokens, windows + item);
+  for (; item < last_item; item += WARPS) {
+    const int bh = item / p.items_a_head;
+    window(p, bh / heads, bh % heads, item % p.items_a_head * p.item_tokens, windows + item);
+  }
+  wait_for_predecessor();
+  int segment = 0;
+#pragma unroll 1
+  for (Line line(p, begin, end); line.open(); line.next(p), ++segment) {
+    const int buffer = segment % BUFFERS, collector = segment % WARPS;
+    if (segment >= BUFFERS && warp != (segment - BUFFERS) % WARPS) named_wait(1 + BUFFERS + buffer, WARPS * 32);  // it is free
+    Query query;
+    query.load(p, line.bh(p));
+    State s;
+    s.reset();
+    history(p, ring, walk, s, desk, query, line, buffer);
+    if (warp != collector) {
+      named_arrive(1 + buffer, WARPS * 32);
+    } else {
+      named_wait(1 + buffer, WARPS * 32);
+      collect(p, desk, buffer, c + line.bh(p));
+      named_arrive(1 + BUFFERS + buffer, WARPS * 32);
     }
-    if (pages) {
-      // Made anew: across the windows it would cost registers.
-      Walk walk(p, b, hv / BLOCKS, first, from + (STAGES - 1) * WARPS, to);
-      State s;
-      Query query;
-      load_query(query, room);
-      s.reset();
-      history(p, ring, walk, s, query, b, first, from, to);
-      const int slot = c + b * heads + hv;
-      merge_warps(p, s, shared, room.centre, slot, slot == last_slot);
-      last_slot = slot;
-      at += to - from;
-    }
-  } while (at < end);
+  }
+  for (int i = max(segment - BUFFERS, 0); i < segment; ++i)  // no barrier is left half full
+    if (warp != i % WARPS) named_wait(1 + BUFFERS + i % BUFFERS, WARPS * 32);
 }
