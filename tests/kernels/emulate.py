@@ -23,25 +23,24 @@ from oscar_kv.kernels.cuda.spec import DecodeSpec, Params
 MAIN = """
 #include "emulator.h"
 #include "common.cuh"
-namespace preparing {
 #include "prepare.cu"
-}
 #include "decode.cu"
 namespace finishing {
 #include "finish.cu"
 }
 static const Params* given;
-static void run_prepare() { preparing::prepare(*given); }
+static void run_prepare_one() { prepare_one(*given); }
+static void run_prepare_many() { prepare_many(*given); }
 static void run_decode() { decode(*given); }
 static void run_finish_one() { finishing::finish_one(*given); }
 static void run_finish_many() { finishing::finish_many(*given); }
 extern "C" const char* emulate(int kernel, int gx, int gy, int threads, const Params* p, int shared, bool late) {
-  static void (*const all[])() = {run_prepare, run_decode, run_finish_one, run_finish_many};
+  static void (*const all[])() = {run_prepare_one, run_prepare_many, run_decode, run_finish_one, run_finish_many};
   given = p;
   return emulator::launch(all[kernel], gx, gy, threads, shared, late);
 }
 """
-NAMES = ("prepare", "decode", "finish_one", "finish_many")
+NAMES = ("prepare_one", "prepare_many", "decode", "finish_one", "finish_many")
 
 
 def compiler() -> str | None:
@@ -84,7 +83,7 @@ class EmulatedKernels:
     late: bool = True
 
     def launch(self, name: str, grid: tuple[int, int], params: Params) -> None:
-        threads = {"prepare": PREPARE_THREADS, "decode": 32 * self.spec.warps}.get(name, FINISH_THREADS)
+        threads = {"prepare": PREPARE_THREADS, "decode": 32 * self.spec.warps}.get(name.split("_")[0], FINISH_THREADS)
         shared = self.spec.shared_bytes if name == "decode" else 0
         given = (NAMES.index(name), *grid, threads, ctypes.byref(params), shared, self.late)
         fault = build(self.spec.header).emulate(*given)
@@ -98,7 +97,8 @@ def guarded_workspace(before: bool = False) -> Iterator[None]:
     plain = torch.empty
 
     def empty(*size: object, **options: object) -> torch.Tensor:
-        return guarded(plain(*size, **options).fill_(torch.nan), before)  # type: ignore[call-overload]
+        x = plain(*size, **options)
+        return guarded(x.fill_(torch.nan if x.is_floating_point() else -(1 << 30)), before)  # type: ignore[call-overload]
 
     torch.empty = empty  # type: ignore[assignment]
     try:

@@ -123,6 +123,7 @@ def run(
     partial = torch.empty((slots + items) * spec.heads * layout.v_dim, dtype=torch.float32, device=device)
     lse = torch.empty((slots + items) * spec.heads, dtype=torch.float32, device=device)
     turned = torch.empty(batch * heads * spec.heads * (layout.k_dim + 1), dtype=torch.float32, device=device)
+    ranges = torch.empty(2 + 2 * batch * heads, dtype=torch.int32, device=device)
     natural = layout.k_dim**-0.5 if scale is None else scale
     log2e = 1 / math.log(2)
 
@@ -149,6 +150,7 @@ def run(
         at(lse),
         at(turned),
         turned.data_ptr() + 4 * batch * heads * spec.heads * layout.k_dim,
+        at(ranges),
         at(out),
         batch,
         kv,
@@ -163,7 +165,10 @@ def run(
         natural / softcap if softcap else natural * log2e,
         softcap * log2e,
     )
-    kernels.launch("prepare", (batch, heads * spec.prepare_parts), params)
+    times = spec.prepare_times if batch * heads * spec.prepare_parts > 4 * kernels.multiprocessors else 1
+    kernels.launch(
+        "prepare_many" if times > 1 else "prepare_one", (-(-batch // times), heads * spec.prepare_parts), params
+    )
     kernels.launch("decode", (kernels.blocks, 1), params)
     rows_a_block = spec.finish_rows if batch * heads * spec.heads > kernels.multiprocessors else 1
     kernels.launch(

@@ -15,7 +15,7 @@ from .compiler import compile_cached
 from .spec import DecodeSpec, Params
 
 PREPARE_THREADS, FINISH_THREADS = 256, 512  # as in prepare.cu and finish.cu
-_FILES = {"prepare": "prepare.cu", "finish_one": "finish.cu", "finish_many": "finish.cu", "decode": "decode.cu"}
+_FILES = {"prepare_one": "prepare.cu", "prepare_many": "prepare.cu", "finish_one": "finish.cu", "finish_many": "finish.cu", "decode": "decode.cu"}
 
 
 def _driver() -> Any:
@@ -59,13 +59,13 @@ class DeviceKernels:
     def launch(self, name: str, grid: tuple[int, int], params: Params) -> None:
         """Launch on the current stream. Where the device can chain kernels, the one after the first starts early."""
         d = _driver()
-        threads = {"prepare": PREPARE_THREADS, "decode": 32 * self.spec.warps}.get(name, FINISH_THREADS)
+        threads = {"prepare": PREPARE_THREADS, "decode": 32 * self.spec.warps}.get(name.split("_")[0], FINISH_THREADS)
         config = d.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = self.spec.shared_bytes if name == "decode" else 0
         config.hStream = torch.cuda.current_stream(self.device).cuda_stream
-        if self.spec.chained and (name != "prepare" or self.spec.chain_first):
+        if self.spec.chained and (not name.startswith("prepare") or self.spec.chain_first):
             attribute = d.CUlaunchAttribute()
             attribute.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1

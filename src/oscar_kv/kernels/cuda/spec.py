@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -20,7 +20,7 @@ _POINTERS = (
     ("v_centre", "const float*"), ("pages", "const u8*"), ("block_table", "const int*"), ("hist_start", "const int*"),
     ("hist_end", "const int*"), ("seq_len", "const int*"), ("slots", "const int*"), ("sink_k", "const u8*"),
     ("sink_v", "const u8*"), ("ring_k", "const u8*"), ("ring_v", "const u8*"), ("partial", "float*"),
-    ("partial_lse", "float*"), ("turned", "float*"), ("turned_centre", "float*"), ("out", "u8*"),
+    ("partial_lse", "float*"), ("turned", "float*"), ("turned_centre", "float*"), ("ranges", "int*"), ("out", "u8*"),
 )  # fmt: skip
 _INTS = (
     "batch",
@@ -106,31 +106,30 @@ class DecodeSpec:
         wide = max(layout.k_dim, layout.v_dim) > 128
         new = capability >= (9, 0)
         tiles = 2 if group > 8 and not wide else 1
-        # Where shared memory allows, one block of 8 warps: the fastest on an H200 at batch 1, and equal to three blocks
-        # of 4 at batch 8 (an earlier version). Independent of the batch, so that a layer needs one compilation.
-        # Elsewhere as many blocks as registers allow: codes of more bits need more than 168.
+        # Where shared memory allows, one block of 12 warps, else as many blocks as registers allow: codes of more bits
+        # need more than 168. Independent of the batch, so that a layer needs one compilation.
         roomy = not wide and tiles == 1 and _shared_limit(capability) >= 200 * 1024
         many = layout.k_bits + layout.v_bits > 6 or capability >= (10, 0)
         choice: dict[str, object] = {
             "tiles": tiles,
-            "warps": 8 if roomy else 4,
-            "stages": 4,
+            "warps": 12 if roomy else 4,
+            "stages": 3 if roomy else 4,
             "min_blocks": 1 if roomy or wide or tiles == 2 else 2 if many else 3,
             "bulk": new,
             "chained": new,
-            "buffers": 2 if _shared_limit(capability) >= 160 * 1024 and not wide else 1,
+            "buffers": 2,
         }
         given = set(tuning)
         choice.update(tuning)
         spec = cls(layout, group, dtype, softcap, capability, **choice)  # type: ignore[arg-type]
         room = spec.shared_limit
-        if "stages" not in given:  # so that min_blocks fit (two of those that cap no registers), with at least 2 stages
-            goal = room // (2 if wide or tiles == 2 else spec.min_blocks) - 1024
-            while spec.shared_bytes > goal and spec.stages > 2:
-                spec = cls(**{**spec.__dict__, "stages": spec.stages - 1})
-        if "warps" not in given:
-            while spec.shared_bytes > room and spec.warps > 1:
-                spec = cls(**{**spec.__dict__, "warps": spec.warps // 2})
+        # So that min_blocks fit (two of those that cap no registers).
+        goal = room if roomy else room // (2 if wide or tiles == 2 else spec.min_blocks) - 1024
+        for name, least in (("buffers", 1), ("stages", 2), ("warps", 8 if roomy else 4)):
+            while name not in given and spec.shared_bytes > goal and getattr(spec, name) > least:
+                spec = replace(spec, **{name: getattr(spec, name) - (4 if name == "warps" else 1)})
+        while "warps" not in given and spec.shared_bytes > room and spec.warps > 1:
+            spec = replace(spec, warps=spec.warps // 2)
         if spec.shared_bytes > room:
             raise OscarError(
                 f"this tuning needs {spec.shared_bytes} bytes of shared memory a block, the device has {room}"
@@ -158,6 +157,12 @@ class DecodeSpec:
     @property
     def stage_bytes(self) -> int:
         return -(-self.layout.page_bytes // 128) * 128
+
+    @property
+    def prepare_times(self) -> int:
+        """Requests a block of prepare_many takes, as static shared memory allows."""
+        room = 40 * 1024 // (4 * (self.layout.k_dim + 8 * 32)) // self.heads
+        return max(1, min(room, 16 // self.heads))
 
     @property
     def prepare_parts(self) -> int:
@@ -196,7 +201,7 @@ class DecodeSpec:
             "CHAINED": int(self.chained), "SOFTCAP": int(self.softcap), "FINISH_ROWS": self.finish_rows,
             "WINDOW_BF16": int(self.dtype == torch.bfloat16), "BARRIER_OFFSET": self.barrier_offset,
             "STAGE_BYTES": self.stage_bytes, "DESK_OFFSET": self.desk_offset, "DESK_BYTES": self.desk_bytes,
-            "BUFFERS": self.buffers, "FLUSH_PAGES": self.flush_pages,
+            "BUFFERS": self.buffers, "PREPARE_TIMES": self.prepare_times, "FLUSH_PAGES": self.flush_pages,
             "CHAIN_FIRST": int(self.chained and self.chain_first),
         }  # fmt: skip
         lines = [

@@ -44,11 +44,11 @@ DEVICE Count count_pages(const Params& p, int b) {
 }
 // The request in which unit u of the line of work lies, and the pages a head of the requests before it.
 struct Place { int request, before, pages; };
-DEVICE Place place_of(const Params& p, u64 u) {
-  const u64 heads = p.kv_heads * BLOCKS;
+DEVICE Place place_of(const Params& p, int u) {
+  const int heads = p.kv_heads * BLOCKS;
   for (int b0 = 0, sum = 0;; b0 += 32) {
     const int mine = b0 + threadIdx.x % 32, n = mine < p.batch ? pages_of(p, mine) : 0, upto = sum + sum_to_lane(n);
-    const u32 found = __ballot_sync(FULL, (u64)upto * heads > u);
+    const u32 found = __ballot_sync(FULL, upto * heads > u);
     if (found) {
       const int lane = __ffs(found) - 1;
       return {b0 + lane, __shfl_sync(FULL, upto - n, lane), __shfl_sync(FULL, n, lane)};
@@ -58,18 +58,24 @@ DEVICE Place place_of(const Params& p, u64 u) {
 }
 
 // Work is a line: pages of (request 0, head 0), (request 0, head 1) ..., cut into one piece a thread block. Raw window
-// items, one a warp, are dealt out evenly first; a block that has some gets fewer pages.
+// items, one a warp, are dealt out evenly first; a block that has some gets fewer pages. (A page is at least 1 KB, so
+// 31 bits count them.)
+struct Share {  // c * n / blocks without a large division
+  u32 whole, rest;
+  DEVICE Share(u32 n, u32 blocks) : whole(n / blocks), rest(n % blocks) {}
+  DEVICE u32 before(u32 c, u32 blocks) const { return c * whole + c * rest / blocks; }
+};
 struct Schedule {
-  u64 pages, blocks, items, total;
+  u32 blocks, item_pages;
   bool even;
-  DEVICE Schedule(const Params& p, int pages_a_head) {
-    blocks = p.blocks, items = p.items;
-    pages = (u64)pages_a_head * (p.kv_heads * BLOCKS);
-    total = pages + items * p.item_pages;
-    even = total / blocks < p.item_pages * ((items + blocks - 1) / blocks) + 1;
+  Share items, units;
+  DEVICE Schedule(const Params& p, u32 pages_a_head)
+      : blocks(p.blocks), item_pages(p.item_pages), items(p.items, p.blocks), units(0, p.blocks) {
+    const u32 pages = pages_a_head * (p.kv_heads * BLOCKS);
+    units = Share(pages + p.items * item_pages, blocks);
+    even = units.whole < item_pages * (items.whole + (items.rest > 0)) + 1;
+    if (even) units = Share(pages, blocks);
   }
-  DEVICE u64 item(u64 c) const { return c * items / blocks; }
-  DEVICE u64 page(const Params& p, u64 c) const {
-    return even ? c * pages / blocks : c * total / blocks - p.item_pages * item(c);
-  }
+  DEVICE int item(u32 c) const { return (int)items.before(c, blocks); }
+  DEVICE int page(u32 c) const { return (int)(units.before(c, blocks) - (even ? 0 : item_pages * items.before(c, blocks))); }
 };

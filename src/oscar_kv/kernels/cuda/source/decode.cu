@@ -251,7 +251,7 @@ struct Walk {
   const int* table;
   const u8* pool;
   int next, index, now, later;
-  DEVICE Walk(const Params& p, int at, int end) : line(p, at, end) {
+  DEVICE Walk(const Params& p, const Line& line) : line(line) {
     if (line.open()) enter(p);
   }
   DEVICE void enter(const Params& p) {
@@ -538,12 +538,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
   release_successor();
   const Schedule plan(p, count_pages(p, 0).all);
   const int c = blockIdx.x, windows = p.blocks + p.batch * heads;
-  const int begin = (int)plan.page(p, c), end = (int)plan.page(p, c + 1);  // a page is at least 1 KB: their number fits
-  const int last_item = (int)plan.item(c + 1);
-  int item = (int)plan.item(c) + warp;
+  const int begin = plan.page(c), end = plan.page(c + 1);
+  const int last_item = plan.item(c + 1);
+  int item = plan.item(c) + warp;
   if (item < last_item) prefetch_window(p, item / p.items_a_head / heads, item / p.items_a_head % heads, item % p.items_a_head * p.item_tokens);
   // The first pages are under way while raw windows are read and prepare.cu, which may still run, turns the queries.
-  Walk walk(p, begin, end);
+  Line line(p, begin, end);
+  Walk walk(p, line);
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) walk.ask(p, ring, i);
 #pragma unroll 1
@@ -554,7 +555,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
   wait_for_predecessor();
   int segment = 0;
 #pragma unroll 1
-  for (Line line(p, begin, end); line.open(); line.next(p), ++segment) {
+  for (; line.open(); line.next(p), ++segment) {
     const int buffer = segment % BUFFERS, collector = segment % WARPS;
     if (segment >= BUFFERS && warp != (segment - BUFFERS) % WARPS) named_wait(1 + BUFFERS + buffer, WARPS * 32);  // it is free
     Query query;

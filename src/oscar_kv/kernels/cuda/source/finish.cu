@@ -18,7 +18,7 @@ template <int ROWS> DEVICE void finish(const Params& p) {
   const int b = blockIdx.x, hv = blockIdx.y / per, row0 = blockIdx.y % per * ROWS;
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   const u64 bh = (u64)b * heads + hv;
-  // Lengths and tables were written before the decode kernel began, so they may be read before its end.
+  // The rotation was written before the decode kernel began, so it may be read before its end.
   const int column = tid % V_DIM, part = tid / V_DIM;
   const float* turn = p.v_rotation_t && part < PARTS ? p.v_rotation_t + ((u64)(hv / BLOCKS) * V_DIM + part * DEPTH) * V_DIM + column : nullptr;
   float early[EARLY ? DEPTH : 1];
@@ -26,29 +26,7 @@ template <int ROWS> DEVICE void finish(const Params& p) {
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) early[i] = turn[i * V_DIM];
   }
-  const int count = pages_of(p, b);
-  const Count pages = count_pages(p, b);
-  const Schedule plan(p, pages.all);
-  // Thread blocks that hold pages of this request and head: [low, high).
-  const u64 u0 = (u64)pages.before * heads + (u64)hv * count, u1 = u0 + count;
-  u64 low = 0, high = 0;
-  if (count) {
-    u64 hi = plan.blocks - 1;
-    while (low < hi) {
-      const u64 mid = (low + hi + 1) / 2;
-      if (plan.page(p, mid) <= u0) low = mid; else hi = mid - 1;
-    }
-    high = low, hi = plan.blocks - 1;
-    while (high < hi) {
-      const u64 mid = (high + hi + 1) / 2;
-      if (plan.page(p, mid) < u1) high = mid; else hi = mid - 1;
-    }
-    ++high;
-  }
-  const int history = (int)(high - low), all = history + p.items_a_head;
-  const u64 windows = plan.blocks + (u64)p.batch * heads + bh * p.items_a_head;
   const int side = warp % 2;  // even warps take the history, odd ones the windows, some partials at a time
-  const int begin = side ? history : 0, end = side ? all : history;
 
   float top[ROWS], mass[ROWS], sum[ROWS][WIDE][4];
 #pragma unroll
@@ -58,13 +36,17 @@ template <int ROWS> DEVICE void finish(const Params& p) {
     for (int k = 0; k < WIDE; ++k) sum[r][k][0] = sum[r][k][1] = sum[r][k][2] = sum[r][k][3] = 0.f;
   }
   wait_for_predecessor();
+  const Schedule plan(p, p.ranges[0]);
+  const int low = p.ranges[2 + 2 * bh], history = p.ranges[3 + 2 * bh] - low, all = history + p.items_a_head;
+  const u64 windows = plan.blocks + (u64)p.batch * heads + bh * p.items_a_head;
+  const int begin = side ? history : 0, end = side ? all : history;
   for (int i0 = begin + warp / 2; i0 < end; i0 += FINISH_WARPS / 2 * AT_ONCE) {
     float lse[AT_ONCE][ROWS];
     float4 x[AT_ONCE][ROWS][WIDE];
 #pragma unroll
     for (int a = 0; a < AT_ONCE; ++a) {
       const int i = i0 + a * (FINISH_WARPS / 2);
-      const bool used = i < end && (side || max(plan.page(p, low + i), u0) < min(plan.page(p, low + i + 1), u1));
+      const bool used = i < end && (side || plan.page(low + i) < plan.page(low + i + 1));  // a block may have none
       const u64 slot = side ? windows + (i - history) : low + i + bh;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
@@ -119,7 +101,7 @@ template <int ROWS> DEVICE void finish(const Params& p) {
   }
   __syncthreads();
   float(*parts)[ROWS][V_DIM] = sums;  // PARTS <= FINISH_WARPS
-  if (turn && count) {
+  if (turn && history) {
     float acc[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) acc[r] = 0.f;
@@ -139,7 +121,7 @@ template <int ROWS> DEVICE void finish(const Params& p) {
     if (i >= ROWS * V_DIM || row0 + r >= HEADS || g >= GROUP) continue;
     float x = raw_sum[m];
     if (!p.v_rotation_t) x += old[r][d];
-    else if (count)
+    else if (history)
 #pragma unroll
       for (int k = 0; k < PARTS; ++k) x += parts[k][r][d];
     store(p.out, (((u64)b * p.kv_heads + hv / BLOCKS) * GROUP + g) * V_DIM + d, x);

@@ -1,73 +1,97 @@
 // SPDX-License-Identifier: Apache-2.0
-// Before the decode kernel: query heads, scaled and multiplied by R_K, and their products with the keys' centre.
-// One block a (request, block of query heads, 32 columns), so that R_K comes once and all at a time.
+// Before the decode kernel: query heads, scaled and multiplied by R_K, their products with the keys' centre, and which
+// thread blocks of the decode kernel will hold the pages of a (request, head), for finish.cu.
+// One block takes 32 columns of R_K for TIMES requests, so that R_K comes once and all at a time.
 #include "common.cuh"
 
-constexpr int THREADS = 256, PART = 32, PARTS = (K_DIM + PART - 1) / PART, GROUPS = THREADS / (PART / 4);
-constexpr int ROWS = (K_DIM + GROUPS - 1) / GROUPS;
+constexpr int PREPARE_THREADS = 256, PREPARE_WARPS = PREPARE_THREADS / 32, PART = 32, PARTS = (K_DIM + PART - 1) / PART;
+constexpr int TURN_GROUPS = PREPARE_THREADS / (PART / 4), TURN_ROWS = (K_DIM + TURN_GROUPS - 1) / TURN_GROUPS;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) prepare(const __grid_constant__ Params p) {
-  __shared__ float raw[K_DIM][HEADS], sums[THREADS / 32][HEADS][PART];
+DEVICE void find_range(const Params& p, int b, int hv, bool tell) {
+  const int lane = threadIdx.x % 32, heads = p.kv_heads * BLOCKS, count = pages_of(p, b);
+  const Count pages = count_pages(p, b);
+  const Schedule plan(p, pages.all);
+  const int u0 = pages.before * heads + hv * count, u1 = u0 + count;
+  int low = 0, high = 0;  // blocks that begin at u0 or before, and before u1
+  for (int c = lane; c < p.blocks; c += 32) low += plan.page(c) <= u0, high += plan.page(c) < u1;
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) low += __shfl_xor_sync(FULL, low, i), high += __shfl_xor_sync(FULL, high, i);
+  if (lane) return;
+  int* range = p.ranges + 2 + 2 * (b * heads + hv);
+  range[0] = count ? low - 1 : 0, range[1] = count ? high : 0;
+  if (tell) p.ranges[0] = pages.all;
+}
+
+template <int TIMES> DEVICE void prepare(const Params& p) {
+  constexpr int ALL = HEADS * TIMES;
+  __shared__ float raw[K_DIM][ALL], sums[PREPARE_WARPS][ALL][PART];
 #if CHAIN_FIRST
   wait_for_predecessor();
 #endif
   release_successor();
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, heads = p.kv_heads * BLOCKS;
-  const int b = blockIdx.x, hv = blockIdx.y / PARTS, part = blockIdx.y % PARTS;
-  const int head = hv / BLOCKS, head0 = (hv % BLOCKS) * HEADS, column = part * PART + tid % 8 * 4, group = tid / 8;
-  float4 turn[ROWS];
+  const int b0 = blockIdx.x * TIMES, hv = blockIdx.y / PARTS, part = blockIdx.y % PARTS, head = hv / BLOCKS;
+  const int head0 = (hv % BLOCKS) * HEADS, column = part * PART + tid % 8 * 4, group = tid / 8;
+  float4 turn[TURN_ROWS];
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const int row = group + r * GROUPS;
+  for (int r = 0; r < TURN_ROWS; ++r) {
+    const int row = group + r * TURN_GROUPS;
     turn[r] = {0.f, 0.f, 0.f, 0.f};
     if (p.k_rotation && row < K_DIM && column < K_DIM)
       turn[r] = *(const float4*)(p.k_rotation + ((u64)head * K_DIM + row) * K_DIM + column);
   }
 #pragma unroll 4
-  for (int i = tid; i < HEADS * (K_DIM / 2); i += THREADS) {
-    const int g = i / (K_DIM / 2), d = i % (K_DIM / 2) * 2;
+  for (int i = tid; i < ALL * (K_DIM / 2); i += PREPARE_THREADS) {
+    const int row = i / (K_DIM / 2), d = i % (K_DIM / 2) * 2, b = b0 + row / HEADS, g = head0 + row % HEADS;
     u32 pair = 0;
-    if (head0 + g < GROUP) pair = *(const u32*)(p.q + (((u64)b * p.kv_heads + head) * GROUP + head0 + g) * (K_DIM * 2) + d * 2);
-    raw[d][g] = raw_low(pair) * p.query_scale, raw[d + 1][g] = raw_high(pair) * p.query_scale;
+    if (b < p.batch && g < GROUP) pair = *(const u32*)(p.q + (((u64)b * p.kv_heads + head) * GROUP + g) * (K_DIM * 2) + d * 2);
+    raw[d][row] = raw_low(pair) * p.query_scale, raw[d + 1][row] = raw_high(pair) * p.query_scale;
   }
+  if (part == PARTS - 1)
+    for (int i = warp; i < TIMES; i += PREPARE_WARPS)
+      if (b0 + i < p.batch) find_range(p, b0 + i, hv, i + b0 + hv == 0);
   __syncthreads();
-  const u64 first = ((u64)b * heads + hv) * HEADS;
+  auto place = [&](int row) { return ((u64)(b0 + row / HEADS) * heads + hv) * HEADS + row % HEADS; };
   if (part == 0)
-    for (int g = warp; g < HEADS; g += THREADS / 32) {
+    for (int row = warp; row < ALL; row += PREPARE_WARPS) {
       float sum = 0.f;
-      for (int i = lane; i < K_DIM; i += 32) sum += raw[i][g] * p.k_centre[head * K_DIM + i];
+      for (int i = lane; i < K_DIM; i += 32) sum += raw[i][row] * p.k_centre[head * K_DIM + i];
 #pragma unroll
       for (int i = 1; i < 32; i *= 2) sum += __shfl_xor_sync(FULL, sum, i);
-      if (lane == 0) p.turned_centre[first + g] = sum;
+      if (lane == 0 && b0 + row / HEADS < p.batch) p.turned_centre[place(row)] = sum;
     }
-  if (!p.k_rotation) {
-    for (int i = tid; i < HEADS * PART; i += THREADS)
-      if (part * PART + i % PART < K_DIM) p.turned[(first + i / PART) * K_DIM + part * PART + i % PART] = raw[part * PART + i % PART][i / PART];
-    return;
+  if (p.k_rotation) {
+#pragma unroll
+    for (int g = 0; g < ALL; ++g) {
+      float4 sum = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int r = 0; r < TURN_ROWS; ++r) {
+        const int row = group + r * TURN_GROUPS;
+        if (row >= K_DIM) continue;
+        const float x = raw[row][g];
+        sum.x += x * turn[r].x, sum.y += x * turn[r].y, sum.z += x * turn[r].z, sum.w += x * turn[r].w;
+      }
+#pragma unroll
+      for (int i = 8; i < 32; i *= 2) {
+        sum.x += __shfl_xor_sync(FULL, sum.x, i), sum.y += __shfl_xor_sync(FULL, sum.y, i);
+        sum.z += __shfl_xor_sync(FULL, sum.z, i), sum.w += __shfl_xor_sync(FULL, sum.w, i);
+      }
+      if (lane < 8) *(float4*)&sums[warp][g][4 * lane] = sum;
+    }
+    __syncthreads();
   }
-#pragma unroll
-  for (int g = 0; g < HEADS; ++g) {
-    float4 sum = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      const int row = group + r * GROUPS;
-      if (row >= K_DIM) continue;
-      const float x = raw[row][g];
-      sum.x += x * turn[r].x, sum.y += x * turn[r].y, sum.z += x * turn[r].z, sum.w += x * turn[r].w;
-    }
-#pragma unroll
-    for (int i = 8; i < 32; i *= 2) {
-      sum.x += __shfl_xor_sync(FULL, sum.x, i), sum.y += __shfl_xor_sync(FULL, sum.y, i);
-      sum.z += __shfl_xor_sync(FULL, sum.z, i), sum.w += __shfl_xor_sync(FULL, sum.w, i);
-    }
-    if (lane < 8) *(float4*)&sums[warp][g][4 * lane] = sum;
-  }
-  __syncthreads();
-  for (int i = tid; i < HEADS * PART; i += THREADS) {
-    const int g = i / PART, c = i % PART;
+  for (int i = tid; i < ALL * PART; i += PREPARE_THREADS) {
+    const int row = i / PART, c = part * PART + i % PART;
+    if (c >= K_DIM || b0 + row / HEADS >= p.batch) continue;
     float sum = 0.f;
+    if (!p.k_rotation) {
+      sum = raw[c][row];
+    } else {
 #pragma unroll
-    for (int w = 0; w < THREADS / 32; ++w) sum += sums[w][g][c];
-    if (part * PART + c < K_DIM) p.turned[(first + g) * K_DIM + part * PART + c] = sum;
+      for (int w = 0; w < PREPARE_WARPS; ++w) sum += sums[w][row][i % PART];
+    }
+    p.turned[place(row) * K_DIM + c] = sum;
   }
 }
+extern "C" __global__ void __launch_bounds__(PREPARE_THREADS, 2) prepare_one(const __grid_constant__ Params p) { prepare<1>(p); }
+extern "C" __global__ void __launch_bounds__(PREPARE_THREADS, 2) prepare_many(const __grid_constant__ Params p) { prepare<PREPARE_TIMES>(p); }
