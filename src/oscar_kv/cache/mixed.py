@@ -15,8 +15,10 @@ from torch import Tensor
 
 from ..codec import LayerCodec
 from ..errors import CacheError
+from ..kernels.base import StoreKernel, StoreTables, Windows
 from ..layout import PAGE
-from .pool import PagePool
+from .passes import Pass
+from .pool import FixedPool, PagePool
 
 
 def ring_segments(start: int, stop: int, rows: int) -> list[tuple[slice, slice]]:
@@ -36,9 +38,20 @@ class MixedLayer:
     sink_k, sink_v [rows, kv_heads, sink, d]: positions 0 … sink−1. ring_k, ring_v [rows, kv_heads, recent+slack, d]:
     position p in place p mod (recent+slack). pool: pages, those wholly inside the sink left out. lengths: valid tokens
     a row. raw_from: first position whose ring rows are there (``max(0, length − recent − slack)``, later after a crop).
+
+    writer: the kernel that writes new tokens and its tables; None: the codec does. fixed: tokens a row for which all
+    pages are made at once, in places that never change; None: the pool grows.
     """
 
-    def __init__(self, codec: LayerCodec, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        codec: LayerCodec,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        writer: tuple[StoreKernel, StoreTables] | None = None,
+        fixed: int | None = None,
+    ) -> None:
         recipe, heads = codec.recipe, codec.num_kv_heads
         self.codec, self.dtype, self.device = codec, dtype, device
         self.sink, self.recent, self.ring = recipe.sink, recipe.recent, recipe.recent + recipe.slack
@@ -50,8 +63,13 @@ class MixedLayer:
         layout = codec.layout
         self.sink_k, self.sink_v = buffer(self.sink, layout.k_dim), buffer(self.sink, layout.v_dim)
         self.ring_k, self.ring_v = buffer(self.ring, layout.k_dim), buffer(self.ring, layout.v_dim)
-        self.pool = PagePool(rows, heads, layout.page_bytes, device)
+        if fixed is None:
+            self.pool = PagePool(rows, heads, layout.page_bytes, device)
+        else:
+            self.pool = FixedPool(rows, heads, layout.page_bytes, device, max(0, fixed // PAGE - self.first_page))
         self.lengths, self.raw_from = [0] * rows, [0] * rows
+        self.writer = writer
+        self._table: tuple[int, Tensor] | None = None
 
     @property
     def rows(self) -> int:
@@ -76,10 +94,36 @@ class MixedLayer:
         """Where the history of the query at ``position`` ends: it reads codes of [sink, this), raw rows after."""
         return max(self.sink, position + 1 - self.recent)
 
-    def append(self, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
+    @property
+    def table_nbytes(self) -> int:
+        return 0 if self._table is None else self._table[1].nbytes
+
+    @property
+    def windows(self) -> Windows:
+        """Sink and ring as the kernels take them, row i in slot i."""
+        return Windows(self.sink_k, self.sink_v, self.ring_k, self.ring_v)
+
+    def block_table(self) -> Tensor:
+        """int32 [rows, pages] on the device, page n of a row in column n; made anew only when pages have changed."""
+        if self._table is None or self._table[0] != self.pool.version:
+            table = self.pool.block_table(self.first_page)
+            if not table.shape[1]:
+                table = table.new_zeros(self.rows, 1)
+            self._table = self.pool.version, table
+        return self._table[1]
+
+    def new_pass(self, counts: Sequence[int], valid: Tensor | None, n: int) -> Pass:
+        """What the kernels need to know of ``counts[row]`` tokens that come next, in n columns."""
+        return Pass.make(
+            self.lengths, counts, valid, n,
+            sink=self.sink, recent=self.recent, slack=self.slack, device=self.device,
+        )  # fmt: skip
+
+    def append(self, k: Tensor, v: Tensor, valid: Tensor | None = None, step: Pass | None = None) -> None:
         """New rows k [rows, kv_heads, n, k_dim], v [rows, kv_heads, n, v_dim]; valid bool [rows, n], None = all.
 
-        Raises CacheError for another shape or dtype.
+        step: what the layers of a forward pass share, where the caller has it. Raises CacheError for another shape or
+        dtype.
         """
         layout, heads = self.codec.layout, self.codec.num_kv_heads
         for name, x, d in (("k", k, layout.k_dim), ("v", v, layout.v_dim)):
@@ -88,6 +132,12 @@ class MixedLayer:
                     f"{name} is {list(x.shape)} {x.dtype}; this layer holds {self.rows} rows of {heads} KV heads × {d} "
                     f"in {self.dtype}: use one cache a batch and a model"
                 )
+        if self.writer is not None:
+            if step is None:
+                counts = [k.shape[2]] * self.rows if valid is None else valid.sum(1).tolist()
+                step = self.new_pass(counts, valid, k.shape[2])
+            self._append_by_kernel(k, v, step)
+            return
         if valid is None and len(set(self.lengths)) == 1:
             self._append(range(self.rows), k, v)
             return
@@ -98,6 +148,25 @@ class MixedLayer:
             elif keep := valid[row].nonzero()[:, 0].tolist():
                 pick = slice(None) if len(keep) == valid.shape[1] else torch.tensor(keep, device=k.device)
                 self._append(range(row, row + 1), k[one, :, pick], v[one, :, pick])
+
+    def _append_by_kernel(self, k: Tensor, v: Tensor, step: Pass) -> None:
+        assert self.writer is not None
+        kernel, tables = self.writer
+        alike = len(set(zip(step.starts, step.counts, strict=True))) == 1
+        for rows in [range(self.rows)] if alike else [range(row, row + 1) for row in range(self.rows)]:
+            start = step.starts[rows.start]
+            first, last = max(start // PAGE, self.first_page), (start + step.counts[rows.start]) // PAGE
+            if last > first:
+                self.pool.claim(rows, first - self.first_page, last - first)
+        if step.order is not None:
+            at = step.order[:, None, :, None]
+            k, v = (x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
+        kernel(
+            k, v, self.pool.pages, self.block_table(), step.start, step.count, self.windows, tables, self.codec.layout
+        )
+        for row, count in enumerate(step.counts):
+            self.lengths[row] += count
+            self.raw_from[row] = max(self.raw_from[row], self.lengths[row] - self.ring)
 
     def _append(self, rows: range, k: Tensor, v: Tensor) -> None:
         """Rows of one length."""

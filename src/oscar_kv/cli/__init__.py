@@ -22,6 +22,7 @@ COMMANDS = {
     "calibrate": "Measure a model's keys, values and queries and write the artifact that a 2-bit cache needs.",
     "eval": "Perplexity, KL divergence to full precision and needle retrieval, recipes side by side.",
     "generate": "Generate text with a quantised cache; --compare shows full precision beside it.",
+    "bench": "Time kernels and whole decode steps beside the fastest BF16 kernels at hand. Needs a CUDA device.",
     "inspect": "What an artifact holds and predicts: text, JSON, plots, an HTML report.",
     "zoo-import": "Make an artifact of a RotationZoo K file and V file (no centring, no shaping).",
     "zoo-export": "Write an artifact's rotations as a RotationZoo K file and V file.",

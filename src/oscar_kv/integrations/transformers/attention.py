@@ -91,12 +91,15 @@ class OscarMask:
     belongs to sliding-window or chunked layers.
     """
 
+    ndim = 4
+    """For ``generate``, which makes masks of compilable caches itself: this one is ready, as 4-D tensors are."""
+
     def __init__(self, arguments: dict[str, Any]) -> None:
         from transformers.masking_utils import causal_mask_function
 
         self._arguments = arguments
         self._stock: dict[str, Any] = {}
-        self.chunk: tuple[Tensor | None] | None = None
+        self.chunk: tuple[Tensor | None, list[int]] | None = None
         self.padding: Tensor | None = arguments.get("attention_mask")
         self.plain = arguments.get("mask_function", causal_mask_function) is causal_mask_function
         self.windowed = arguments.get("local_size") is not None
@@ -132,15 +135,30 @@ def _stock_name(module: nn.Module, kwargs: dict[str, Any], wanted: str | None) -
     )
 
 
-@torch.compiler.disable
 def attend(
     module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function ``oscar``: query [batch, q_heads, n, d] → [batch, n, q_heads, v_dim], and no weights.
 
     Raises CacheError for another cache's keys and for masks that packed history cannot follow, ArtifactError for a
-    cache of another model's artifact. Never compiled: torch.compile breaks its graph here.
+    cache of another model's artifact. Compiled for the decode steps of a cache of fixed length; torch.compile breaks
+    its graph here otherwise.
     """
+    from .static import StaticPending
+
+    if isinstance(key, StaticPending):
+        return key.layer.step(module, query, key, attention_mask, kwargs)
+    if kwargs.get("sliding_window") is not None and isinstance(attention_mask, Tensor):
+        # A sliding-window layer of a cache of fixed length: ``oscar_mask`` has given the stock attention's own mask.
+        name = _stock_name(module, kwargs, None)
+        return stock_attention(module, name)(module, query, key, value, attention_mask, *args, **kwargs)
+    return _attend(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+@torch.compiler.disable
+def _attend(
+    module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     if isinstance(key, Pending):
         layer: OscarLayer = key.__dict__["_layer"]
         state: Enabled | None = module.__dict__.get(ENABLED)
@@ -161,8 +179,29 @@ def attend(
     return stock_attention(module, name)(module, query, key, value, mask, *args, **kwargs)
 
 
-def oscar_mask(**arguments: Any) -> OscarMask:
-    """Mask function ``oscar``: keeps the arguments, builds nothing."""
+def _mask_name(config: Any) -> str:
+    """The stock attention of a config whose model is enabled."""
+    from .enable import stock_name
+
+    return stock_name(config) or "sdpa"
+
+
+def oscar_mask(**arguments: Any) -> Any:
+    """Mask function ``oscar``: keeps the arguments, builds nothing.
+
+    None for the decode steps of a cache of fixed length, which ask nothing of a mask. Their sliding-window layers get
+    the stock attention's mask, so that nothing is built while a graph is captured or replayed.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+
+    ready = arguments.get("attention_mask")
+    if isinstance(ready, OscarMask):
+        return ready
+    if arguments.get("q_length") == 1 and isinstance(arguments.get("q_offset"), Tensor):
+        if arguments.get("local_size") is not None:
+            return ALL_MASK_ATTENTION_FUNCTIONS[_mask_name(arguments.get("config"))](**arguments)
+        if arguments.get("mask_function", causal_mask_function) is causal_mask_function:
+            return None
     return OscarMask(arguments)
 
 

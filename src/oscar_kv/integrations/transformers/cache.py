@@ -12,7 +12,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ...artifact import Artifact
+from ...cache import MixedLayer
+from ...cache.passes import Pass
+from ...codec import LayerCodec
 from ...errors import ArtifactError, CacheError
+from ...kernels import dense, registry
+from ...kernels.base import KernelSet, StoreTables
+from ...kernels.torch_set import kernel_set as torch_set
 from . import compat, prefix
 from .attention import NAME, vouch
 from .codecs import codecs_of
@@ -20,6 +26,7 @@ from .geometry import layer_geometries
 from .identity import attention_config
 from .layer import OscarLayer, storing
 from .slots import Slots
+from .static import Kit, OscarStaticLayer, StaticPending, StaticState, register_kit
 
 log = logging.getLogger("oscar_kv")
 _RAW_BITS = 16
@@ -36,13 +43,27 @@ class OscarCache(Cache):
     token exactly. So a prompt given in one chunk is prefilled exactly, by the model's stock attention.
 
     artifact: calibration of this model. config: the model's. stock_attention: what to run while there is no history
-    ("sdpa", "eager" …); default: the attention before ``enable``.
+    ("sdpa", "eager" …); default: the attention before ``enable``. kernels: "cuda", "triton" or "torch", or a KernelSet;
+    None: what serves the device where the first tokens lie (see ``kernels.registry``; logged, and in ``describe``).
+
+    max_cache_len: tokens a row, for a cache of fixed length like Transformers' StaticCache: its memory is taken at
+    once, and decode steps can be compiled and captured in CUDA graphs (``generate`` compiles them by itself on a GPU).
+    Such a cache reads padding from the prompt's mask alone (later tokens all count), serves no beams, crops or assisted
+    decoding, and answers with NaN once a row is full.
 
     Raises CacheError for another geometry, ArtifactError where a config field that fixes attention differs from what
     the artifact recorded. Weights are compared by ``enable``, from samples of the key projections.
     """
 
-    def __init__(self, artifact: Artifact | str | Path, config: Any, stock_attention: str | None = None) -> None:
+    def __init__(
+        self,
+        artifact: Artifact | str | Path,
+        config: Any,
+        stock_attention: str | None = None,
+        *,
+        kernels: str | KernelSet | None = None,
+        max_cache_len: int | None = None,
+    ) -> None:
         compat.check_version()
         if not isinstance(artifact, Artifact):
             artifact = Artifact.load(artifact)
@@ -59,12 +80,22 @@ class OscarCache(Cache):
         if stock_attention == NAME:
             raise CacheError(f"stock_attention={NAME!r} is the packed cache's own: name 'sdpa', 'eager' …, or leave it")
         self.artifact, self.codecs, self.stock_attention = artifact, codecs_of(artifact), stock_attention
+        if max_cache_len is not None and max_cache_len < 1:
+            raise CacheError(f"max_cache_len is {max_cache_len}, it must be at least 1 token")
+        if isinstance(kernels, str) and kernels not in registry.NAMES:
+            raise CacheError(f"kernels={kernels!r}: the kernels are {', '.join(registry.NAMES)}")
+        self.kernels, self.fixed_length = kernels, max_cache_len
+        self.state: StaticState | None = None
+        self._served: dict[tuple[str, torch.dtype], registry.Served] = {}
+        self._pass: tuple[Tensor | None, Pass] | None = None
         self.slots = Slots()
         self._warned = False
-        layers = compat.stock_layers(config)
+        layers = compat.stock_layers(config, max_cache_len)
         self._packed = [i for i, layer in enumerate(kinds) if layer.kind == "full"]
         for i in self._packed:
-            layers[i] = OscarLayer(self, i)
+            layers[i] = OscarLayer(self, i) if max_cache_len is None else OscarStaticLayer(self, i)
+        if self._packed and max_cache_len is not None:
+            layers[self._packed[0]].first = True
         super().__init__(layers=layers)
         stock = (i for i, layer in enumerate(layers) if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer))
         self._counted = sorted({*self._packed, *stock})
@@ -75,9 +106,90 @@ class OscarCache(Cache):
         """The layers that are quantised."""
         return [self.layers[i] for i in self._packed]
 
-    @torch.compiler.disable
+    def serve(self, device: torch.device, dtype: torch.dtype) -> registry.Served:
+        """Which kernels serve a model of this dtype on this device; chosen once. Raises OscarError."""
+        key = str(device), dtype
+        if key not in self._served:
+            served = registry.serve(device, dtype, self.artifact.recipe.step, self.kernels)
+            self._served[key] = served if self.fixed_length is None else self._serve_static(served, device)
+        return self._served[key]
+
+    def _serve_static(self, served: registry.Served, device: torch.device) -> registry.Served:
+        """Decode steps of a fixed length are one op: all of it runs on kernels that ask nothing of the host."""
+        if device.type == "cuda" and not served.stores:
+            raise CacheError(
+                f"max_cache_len={self.fixed_length}: a cache of fixed length needs kernels for decode and store, and "
+                f"here decode is by {served.decode}, store by {served.store} (recipe {self.artifact.label!r}): leave "
+                "max_cache_len out, or take a 16-bit model and a recipe with step rule 'least-squares'"
+            )
+        if served.kernels is None or not served.stores:
+            return registry.Served("torch", "torch", "torch", torch_set(), False)
+        return served
+
+    def by_kernels(self, store: MixedLayer) -> bool:
+        """Whether a layer's storage is read by a kernel set, and not by the reference."""
+        return self.serve(store.device, store.dtype).kernels is not None
+
+    def new_pass(self, store: MixedLayer, counts: list[int], valid: Tensor | None, n: int) -> Pass:
+        """What kernels need to know of a forward pass: made by its first layer, the same for the others."""
+        if self._pass is not None:
+            seen, old = self._pass
+            if seen is valid and old.n == n and old.starts == tuple(store.lengths) and old.counts == tuple(counts):
+                return old
+        with storing(store.device):
+            self._pass = valid, store.new_pass(counts, valid, n)
+        return self._pass[1]
+
+    def kit(self, index: int, store: MixedLayer) -> str:
+        """The name of what a layer's decode steps of fixed length need; the same for all caches of an artifact."""
+        served = self.serve(store.device, store.dtype)
+        assert served.kernels is not None
+        kernels = served.kernels
+        key = index, str(store.device), store.codec.dtype, id(kernels) if served.stores else kernels.name
+        if key not in self.codecs.kits:
+            if served.stores:
+                tables = self.codecs.store_tables(index, store.codec)
+            else:
+                kernels, tables = torch_set(store.codec.encode), _no_tables(store.codec)
+            kit = Kit(kernels, self.codecs.tables(index, store.codec), tables, store.codec.layout)
+            self.codecs.kits[key] = kit, register_kit(kit)
+        return self.codecs.kits[key][1]
+
+    def new_state(self, rows: int, store: MixedLayer) -> None:
+        """Make the lengths on the device, once for all layers."""
+        assert self.fixed_length is not None
+        if self.state is None:
+            self.state = StaticState(rows, store.sink, store.recent, self.fixed_length, store.device)
+
+    def pull(self) -> None:
+        """Learn from the device how far decode steps have come that ran without the host."""
+        assert self.state is not None
+        lengths, slots = self.state.seq_len.tolist(), int(self.state.slots)
+        for layer in self.packed_layers:
+            layer.take(lengths, slots)
+        first = self.packed_layers[0].store
+        if slots > self.slots.count and first is not None:
+            with storing(first.device):
+                self.slots.extend(None, first.rows, self.slots.count, slots - self.slots.count, first.device)
+
+    def push(self, layer: OscarLayer) -> None:
+        """Tell the device what a chunk has added, after the last layer."""
+        if layer is self.packed_layers[-1] and layer.store is not None and self.state is not None:
+            with storing(layer.store.device):
+                self.state.set(layer.store.lengths, layer.slots)
+
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Add post-RoPE k, v [batch, kv_heads, n, d] to a layer. Packed layers return what only ``oscar`` can read."""
+        if self.fixed_length is not None:
+            layer = self.layers[layer_idx]
+            if not isinstance(layer, OscarStaticLayer):
+                return layer.update(key_states, value_states, *args, **kwargs)
+            if layer.steps(key_states):
+                return StaticPending(layer, key_states, value_states), StaticPending(layer, key_states, value_states)
+        return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @torch.compiler.disable
+    def _update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if layer_idx == self._first:
             self._whole("update")
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -90,6 +202,7 @@ class OscarCache(Cache):
         Up to slack + 1 tokens a row leave the cache as if they had never come. A deeper crop is right in its positions,
         but tokens that were outside the ring come back from their codes; a warning says so once.
         """
+        self._growing("crop")
         tokens_to_remove = int(tokens_to_remove)  # some releases hand over a tensor
         count = -tokens_to_remove
         if tokens_to_remove > 0:
@@ -121,6 +234,7 @@ class OscarCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row beam_idx[i]; rows share pages until they write their own."""
+        self._growing("reorder_cache")
         self._whole("reorder_cache")
         self._reorder(beam_idx.tolist())
         for i, layer in enumerate(self.layers):
@@ -129,12 +243,14 @@ class OscarCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row ``repeats`` times, copies side by side."""
+        self._growing("batch_repeat_interleave")
         self._whole("batch_repeat_interleave")
         self._reorder([row for row in range(self._rows()) for _ in range(repeats)])
         self._others("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows (int64 or bool)."""
+        self._growing("batch_select_indices")
         self._whole("batch_select_indices")
         chosen = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         self._reorder(chosen.tolist())
@@ -154,13 +270,18 @@ class OscarCache(Cache):
                 with storing(layer.store.device):
                     layer.store.reorder(index)
 
+    def _growing(self, what: str) -> None:
+        if self.fixed_length is not None:
+            raise CacheError(f"{what}: a cache of fixed length cannot do that; leave max_cache_len out")
+
     def _whole(self, what: str) -> None:
         """Raise CacheError unless all layers hold the same slots: an interrupted pass reaches some of them only."""
         first = self.layers[self._first]
         if what == "update" and isinstance(first, OscarLayer) and first.pending is not None:
             return  # the layer says more: another attention function may be at work
         pending = any(layer.pending is not None for layer in self.packed_layers)
-        if pending or any(int(self.layers[i].get_seq_length()) != self.slots.count for i in self._counted):
+        fixed = self.fixed_length is not None  # lengths are the device's there, and one for all layers
+        if pending or not fixed and any(int(self.layers[i].get_seq_length()) != self.slots.count for i in self._counted):
             raise CacheError(
                 f"{what}: a forward pass was interrupted, some layers hold its tokens and some do not: call "
                 "cache.reset() and give the text again"
@@ -172,6 +293,7 @@ class OscarCache(Cache):
     def reset(self) -> None:
         """Forget all tokens; an interrupted forward pass is forgotten too."""
         self.slots.reset()
+        self._pass = None
         for i in self._counted:
             if i not in self._packed:  # before 5.18 they zero their rows, and later tokens would be appended to those
                 layer = self.layers[i]
@@ -186,22 +308,29 @@ class OscarCache(Cache):
         memo[id(self)] = new
         from copy import deepcopy
 
-        for shared in (self.artifact, self.codecs):
+        for shared in (self.artifact, self.codecs, self.kernels, self._served):
             memo[id(shared)] = shared
         for layer in self.packed_layers:
             if layer.store is not None:
                 memo[id(layer.store.codec)] = layer.store.codec
+                memo[id(layer.store.writer)] = layer.store.writer
         with torch.inference_mode(False):
             new.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
         return new
 
     def memory(self) -> dict[str, int]:
-        """Bytes by kind, exact sums of the tensors: pages, windows (sink, ring), padding masks, other layers; total."""
+        """Bytes by kind, exact sums of the tensors; total.
+
+        pages, windows (sink, ring), padding masks, tables (block tables and lengths on the device), other layers.
+        """
         stores = [layer.store for layer in self.packed_layers if layer.store is not None]
         out = {
             "pages": sum(store.pool.nbytes for store in stores),
             "windows": sum(store.window_nbytes for store in stores),
             "padding": self.slots.nbytes,
+            "tables": sum(store.table_nbytes for store in stores)
+            + (0 if self._pass is None else self._pass[1].nbytes)
+            + (0 if self.state is None else self.state.nbytes),
             "other_layers": sum(
                 t.nbytes for i, layer in enumerate(self.layers) if i not in self._packed for t in layer_tensors(layer)
             ),
@@ -240,27 +369,49 @@ class OscarCache(Cache):
         return bits / elements
 
     def describe(self, context: int = 32768) -> dict[str, Any]:
-        """Recipe, artifact hash, kernel, windows and bits per element (now, and at a stated context)."""
-        recipe = self.artifact.recipe
+        """Recipe, artifact hash, kernels, windows and bits per element (now, and at a stated context).
+
+        kernel: what serves decode. kernels: what serves decode, store and prefill; the device decides, so None before
+        the first token.
+        """
+        recipe, tokens = self.artifact.recipe, int(self.get_seq_length())
+        if self.fixed_length is not None and self.state is not None:
+            self.pull()
+        served = self._served_now()
         return {
             "recipe": self.artifact.label,
             "artifact_sha256": self.codecs.sha256,
-            "kernel": "torch",
+            "kernel": None if served is None else served["decode"],
+            "kernels": served,
             "windows": {"sink": recipe.sink, "recent": recipe.recent, "slack": recipe.slack},
             "packed_layers": len(self._packed),
             "layers": len(self.layers),
-            "tokens": self.get_seq_length(),
-            "bits_per_element": self.bits_per_element() if self.get_seq_length() else None,
+            "tokens": tokens,
+            "bits_per_element": self.bits_per_element() if tokens else None,
             f"bits_per_element_at_{context}": self.bits_per_element(context),
             "bytes": self.nbytes,
         }
 
+    def _served_now(self) -> dict[str, str] | None:
+        store = next((layer.store for layer in self.packed_layers if layer.store is not None), None)
+        if store is None:
+            return None
+        out = self.serve(store.device, store.dtype).as_dict()
+        used = dense.chosen(store.device)
+        return {**out, "prefill": f"{out['prefill']}, {' / '.join(used)}" if used and out["prefill"] != "torch" else
+                out["prefill"]}  # fmt: skip
+
     def __repr__(self) -> str:
-        return f"OscarCache({self.artifact.label}, {self.get_seq_length()} slots, {self.nbytes} bytes)"
+        served = self._served_now()
+        kernels = "no tokens yet" if served is None else f"kernels {served['decode']}"
+        fixed = "" if self.fixed_length is None else f" of {self.fixed_length}"
+        return f"OscarCache({self.artifact.label}, {int(self.get_seq_length())} slots{fixed}, {self.nbytes} bytes, {kernels})"
 
     def save_prefix(self, path: str | Path) -> Path:
         """Write all tokens to a safetensors file; generation goes on from it bit-identically. See ``load_prefix``."""
         self._whole("save_prefix")
+        if self.state is not None:
+            self.pull()
         return prefix.save(self, Path(path))
 
     def load_prefix(self, path: str | Path, device: torch.device | str = "cpu") -> OscarCache:
@@ -272,7 +423,14 @@ class OscarCache(Cache):
             raise CacheError("the cache holds tokens already: load a prefix into a new OscarCache, or reset() it")
         with storing(torch.device(device)):
             prefix.load(self, Path(path), torch.device(device))
+            if self.fixed_length is not None:
+                self.push(self.packed_layers[-1])
         return self
+
+
+def _no_tables(codec: LayerCodec) -> StoreTables:
+    """For a store that has a codec and reads no tables."""
+    return StoreTables(None, codec.k.centre, None, codec.v.centre, None, None, codec.recipe.unbiased)
 
 
 def _check_config(artifact: Artifact, config: Any, remedy: str) -> None:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from ...artifact import Artifact
 from ...codec import LayerCodec
-from ...kernels.base import LayerTables
+from ...kernels.base import LayerTables, StoreTables
 
 
 class Codecs:
@@ -19,6 +20,9 @@ class Codecs:
         self.artifact = artifact
         self._codecs: dict[tuple[int, str, torch.dtype], LayerCodec] = {}
         self._tables: dict[tuple[int, str, torch.dtype], LayerTables] = {}
+        self._store_tables: dict[tuple[int, str], StoreTables] = {}
+        self.kits: dict[tuple[Any, ...], Any] = {}
+        """What decode steps of fixed length need, by layer, device and kernels, and its name (see static.py)."""
 
     @cached_property
     def sha256(self) -> str:
@@ -42,6 +46,16 @@ class Codecs:
                 codec.k.rotation, codec.k.centre, None if turned is None else turned.mT.contiguous(), codec.v.centre
             )
         return self._tables[key]
+
+    def store_tables(self, layer: int, codec: LayerCodec) -> StoreTables:
+        """What the store kernel wants of a codec: one object a layer and device, as long as the artifact lives.
+
+        Raises OscarError for a step rule that only the reference codec serves.
+        """
+        key = layer, str(codec.k.centre.device)
+        if key not in self._store_tables:
+            self._store_tables[key] = StoreTables.of(codec, codec.k.centre.device)
+        return self._store_tables[key]
 
 
 def codecs_of(artifact: Artifact) -> Codecs:

@@ -59,11 +59,14 @@ def positive_crop_is_length() -> bool:
     return version() < (5, 18)
 
 
-def stock_layers(config: Any) -> list[Any]:
-    """Transformers' own cache layers for a config, one a decoder layer."""
-    from transformers import DynamicCache
+def stock_layers(config: Any, max_cache_len: int | None = None) -> list[Any]:
+    """Transformers' own cache layers for a config, one a decoder layer; static ones for a cache of fixed length."""
+    from transformers import DynamicCache, StaticCache
 
-    layers = DynamicCache(config=config).layers
+    if max_cache_len is None:
+        layers = DynamicCache(config=config).layers
+    else:
+        layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
     wanted = text_config(config).num_hidden_layers
     if len(layers) != wanted:
         raise UnsupportedModelError(f"{config.model_type}: {len(layers)} cache layers for {wanted} decoder layers")

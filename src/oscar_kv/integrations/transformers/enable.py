@@ -15,6 +15,7 @@ from torch import nn
 
 from ...artifact import Artifact
 from ...errors import ArtifactError, CacheError, UnsupportedModelError
+from ...kernels.base import KernelSet
 from ...recipe import Recipe
 from . import compat
 from .attention import ENABLED, NAME, register
@@ -32,6 +33,7 @@ class Enabled:
 
     artifact: Artifact
     stock: list[tuple[Any, str | None]]
+    kernels: str | KernelSet | None = None
 
     def __post_init__(self) -> None:
         _states.add(self)
@@ -42,7 +44,7 @@ class Enabled:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Enabled:
         """A copied model names its own configs; the artifact is shared."""
-        new = memo[id(self)] = Enabled(self.artifact, [])
+        new = memo[id(self)] = Enabled(self.artifact, [], self.kernels)
         new.stock += [(deepcopy(config, memo), name) for config, name in self.stock]
         return new
 
@@ -71,11 +73,22 @@ _states: weakref.WeakSet[Enabled] = weakref.WeakSet()
 """Of all enabled models that are alive: two of them may hold one config object."""
 
 
-def enable(model: Model, artifact: Artifact | str | Path, recipe: str | Recipe | None = None) -> Model:
+def stock_name(config: Any) -> str | None:
+    """The attention before ``enable`` of whichever enabled model holds this config object."""
+    return next((name for state in _states if (name := state.stock_name(config)) is not None), None)
+
+
+def enable(
+    model: Model,
+    artifact: Artifact | str | Path,
+    recipe: str | Recipe | None = None,
+    kernels: str | KernelSet | None = None,
+) -> Model:
     """Make this model's ``generate`` keep its KV cache in packed pages. Returns the model itself.
 
     artifact: calibration of this model, or its file. recipe: another recipe that the artifact's statistics can serve.
-    Enabling again replaces the artifact. Raises ArtifactError where the artifact is another model's, RecipeError, and
+    kernels: "cuda", "triton" or "torch" for the caches that ``generate`` makes; None: what serves the device. Enabling
+    again replaces the artifact. Raises ArtifactError where the artifact is another model's, RecipeError, and
     UnsupportedModelError (latent attention, encoder-decoders, attention outside Transformers' interface …).
     """
     compat.check_version()
@@ -101,9 +114,10 @@ def enable(model: Model, artifact: Artifact | str | Path, recipe: str | Recipe |
     before = [(c, _attention_before(model, c)) for c in configs]
     if any(name == "sdpa" and getattr(c, "attn_logit_softcapping", None) for c, name in before):
         raise UnsupportedModelError(f"{type(model).__name__}: {SOFTCAP_NEEDS_EAGER}")
-    cache = OscarCache(artifact, config)
+    cache = OscarCache(artifact, config, kernels=kernels)
+    served = _served(cache, model)
     disable(model)
-    state = Enabled(artifact, before)
+    state = Enabled(artifact, before, kernels)
     for c in configs:
         c._attn_implementation_internal = NAME
     for module in model.modules():
@@ -112,10 +126,19 @@ def enable(model: Model, artifact: Artifact | str | Path, recipe: str | Recipe |
     model.__dict__["generate"] = functools.partial(_generate, model)
     about = cache.describe()
     log.info(
-        "oscar-kv enabled: recipe %s, artifact %s, kernel %s, %.2f bits per element at 32768 tokens",
-        about["recipe"], about["artifact_sha256"][:12], about["kernel"], about["bits_per_element_at_32768"],
+        "oscar-kv enabled: recipe %s, artifact %s, kernels %s, %.2f bits per element at 32768 tokens",
+        about["recipe"], about["artifact_sha256"][:12], served, about["bits_per_element_at_32768"],
     )  # fmt: skip
     return model
+
+
+def _served(cache: OscarCache, model: nn.Module) -> str:
+    """Which kernels serve the model where it is now; raises OscarError where they cannot. It may move later."""
+    first = next(model.parameters(), None)
+    if first is None or first.device.type == "meta":
+        return "not chosen before the model has a device"
+    dtype = getattr(model, "dtype", first.dtype)
+    return ", ".join(f"{what} by {name}" for what, name in cache.serve(first.device, dtype).as_dict().items())
 
 
 def disable(model: Model) -> Model:
@@ -182,7 +205,7 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
                     "leave it out, or oscar_kv.disable(model)"
                 )
     elif setting("use_cache") is not False:
-        cache = OscarCache(state.artifact, model.config)
+        cache = OscarCache(state.artifact, model.config, kernels=state.kernels)
         if setting("is_assistant"):
             cache.activate_past_recording()
         kwargs[compat.cache_argument()] = cache

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from ...cache import MixedLayer
+from ...cache.passes import Pass
 from ...errors import CacheError, UnsupportedModelError
-from ...kernels.torch_ref import attend_row
 from .attention import OscarMask, Pending
 from .capture import stock_attention
+from .reading import Reading, by_kernels, by_reference
 
 if TYPE_CHECKING:
     from .cache import OscarCache
@@ -24,8 +25,7 @@ SOFTCAP_NEEDS_EAGER = (
     "the model soft-caps its attention logits, which stock attention 'sdpa' ignores: load it with "
     "attn_implementation='eager', then enable the packed cache"
 )
-_Rows = tuple[Tensor, Tensor]
-_NOT_SERVED = {
+NOT_SERVED = {
     "s_aux": "learned attention sinks",
     "position_bias": "a position bias on attention scores",
     "sliding_window": "a sliding window in a layer that its configuration calls full attention",
@@ -77,13 +77,17 @@ class OscarLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         with storing(key_states.device):
-            self.store = MixedLayer(
-                self.owner.codecs.get(self.index, key_states.device, key_states.dtype),
-                key_states.shape[0],
-                key_states.dtype,
-                key_states.device,
-            )
+            self.store = self.new_store(key_states.shape[0], key_states.dtype, key_states.device)
         self.is_initialized = True
+
+    def new_store(self, rows: int, dtype: torch.dtype, device: torch.device) -> MixedLayer:
+        """Empty storage, written by the kernel that serves the model."""
+        codec = self.owner.codecs.get(self.index, device, dtype)
+        served = self.owner.serve(device, dtype)
+        writer = None
+        if served.kernels is not None and served.stores:
+            writer = served.kernels.store, self.owner.codecs.store_tables(self.index, codec)
+        return MixedLayer(codec, rows, dtype, device, writer, self.owner.fixed_length)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Post-RoPE k, v [batch, kv_heads, n, d] → two Pending objects."""
@@ -126,9 +130,8 @@ class OscarLayer(CacheLayerMixin):
         if kwargs.get("softcap") is not None and stock == "sdpa":
             raise UnsupportedModelError(SOFTCAP_NEEDS_EAGER)
         custom = isinstance(mask, Tensor) or (isinstance(mask, OscarMask) and not mask.plain)
-        valid = self._valid(mask, rows, past, n)
+        valid, counts = self._valid(mask, rows, past, n)
         starts = list(store.lengths)
-        counts = [n] * rows if valid is None else valid.sum(1).tolist()
         ends = [self._ends(start, count) for start, count in zip(starts, counts, strict=True)]
         packed = any(end and end[-1] > store.sink for end in ends)
         if packed and (custom or slots.custom):
@@ -137,6 +140,7 @@ class OscarLayer(CacheLayerMixin):
                 "history, which only causal attention with a 2-D padding mask can read: keep such prompts in one "
                 f"chunk, or within {store.sink + store.recent} tokens, or use the full-precision cache"
             )
+        step = self.owner.new_pass(store, counts, valid, n) if self.owner.by_kernels(store) else None
         # From here to the end ``pending`` stays: whatever interrupts leaves a mark that the next call finds.
         inputs = [x for x in (query, k, v) if x.requires_grad] if torch.is_grad_enabled() else []
         seal = bool(inputs) and (packed or past > 0)
@@ -144,7 +148,7 @@ class OscarLayer(CacheLayerMixin):
             if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
                 raise CacheError("attention weights over packed history do not exist: leave out output_attentions")
             with storing(k.device):
-                out = self._attend(query.detach(), k.detach(), v.detach(), valid, starts, ends, kwargs)
+                out = self._attend(query.detach(), k.detach(), v.detach(), valid, starts, ends, step, kwargs)
             weights = None
         else:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not seal):
@@ -152,7 +156,7 @@ class OscarLayer(CacheLayerMixin):
                 own = mask.stock(stock) if isinstance(mask, OscarMask) else mask
                 out, weights = stock_attention(module, stock)(module, query, keys, values, own, *args, **kwargs)
             with storing(k.device):
-                store.append(k.detach(), v.detach(), valid)
+                store.append(k.detach(), v.detach(), valid, step)
         if seal:
             out = _Sealed.apply(out, *inputs)
         with storing(k.device):
@@ -162,14 +166,16 @@ class OscarLayer(CacheLayerMixin):
         self.pending = None
         return out, weights
 
-    def _valid(self, mask: Any, rows: int, past: int, n: int) -> Tensor | None:
+    def _valid(self, mask: Any, rows: int, past: int, n: int) -> tuple[Tensor | None, list[int]]:
+        """Valid columns bool [rows, n] (None: all), and how many in each row."""
         if isinstance(mask, OscarMask):
             if mask.chunk is None:  # the first layer of a forward pass checks for all
-                mask.chunk = (self.owner.slots.new(mask.padding, rows, past, n),)
-            return mask.chunk[0]
+                valid = self.owner.slots.new(mask.padding, rows, past, n)
+                mask.chunk = valid, [n] * rows if valid is None else valid.sum(1).tolist()
+            return mask.chunk
         if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):
             raise CacheError(f"the attention mask is a {type(mask).__name__}; pass a 2-D padding mask or None")
-        return None
+        return None, [n] * rows
 
     def _ends(self, start: int, count: int) -> list[int]:
         """Where the history of each new query ends (see ``OscarCache``: short chunks as if decoded one by one)."""
@@ -187,11 +193,12 @@ class OscarLayer(CacheLayerMixin):
         valid: Tensor | None,
         starts: list[int],
         ends: list[list[int]],
+        step: Pass | None,
         kwargs: dict[str, Any],
     ) -> Tensor:
         store = self.store
         assert store is not None
-        for name, what in _NOT_SERVED.items():
+        for name, what in NOT_SERVED.items():
             if kwargs.get(name) is not None:
                 raise UnsupportedModelError(
                     f"layer {self.index} has {what} ({name}): packed history does not serve that"
@@ -199,35 +206,16 @@ class OscarLayer(CacheLayerMixin):
         if kwargs.get("dropout"):
             raise CacheError("attention dropout is on: call model.eval() before generating with a packed cache")
         scaling = kwargs.get("scaling")
-        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        # Windows are read before the ring moves on, pages after those that the chunk completes are there.
-        raw: list[tuple[_Rows, _Rows] | None] = []
-        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            if not end:
-                raw.append(None)
-                continue
-            window = store.raw(row, min(start, end[0]), start)
-            if start + len(end) - store.ring > end[0]:  # the chunk overwrites them
-                window = window[0].clone(), window[1].clone()
-            raw.append((store.raw(row, 0, min(store.sink, start)), window))
-        store.append(k, v, valid)
-        out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], v.shape[-1])
-        codec = store.codec
-        for row, part in enumerate(raw):
-            if part is None:
-                continue
-            pick = slice(None) if valid is None else valid[row].nonzero()[:, 0]
-            new = k[row][:, pick], v[row][:, pick]
-            last = ends[row][-1]
-            pages, first = store.pages(row, store.sink, last) if last > store.sink else (store.pool.pages[:0], 0)
-            o = attend_row(
-                query[row][:, pick], part[0], pages, first, part[1], new,
-                position=starts[row], hist_start=store.sink, hist_end=ends[row],
-                tables=self.owner.codecs.tables(self.index, codec), layout=codec.layout,
-                scale=scale, softcap=float(kwargs.get("softcap") or 0.0),
-            )  # fmt: skip
-            out[row, pick] = o.transpose(0, 1).to(out.dtype)
-        return out
+        how = Reading(
+            tables=self.owner.codecs.tables(self.index, store.codec),
+            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            softcap=float(kwargs.get("softcap") or 0.0),
+        )
+        if step is None:
+            return by_reference(store, query, k, v, valid, starts, ends, how)
+        kernels = self.owner.serve(store.device, store.dtype).kernels
+        assert kernels is not None
+        return by_kernels(store, kernels, query, k, v, valid, step, how)
 
     def _contiguous(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
         """Raw keys and values of all slots, the chunk's as they came; slots that were padding hold zeros."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ...artifact import hash_tensors
-from ...cache import MixedLayer
 from ...errors import CacheError
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def load(cache: OscarCache, path: Path, device: torch.device) -> None:
         mine = {name.removeprefix(f"layers.{i}."): x for name, x in tensors.items() if name.startswith(f"layers.{i}.")}
         if i in cache._packed:
             dtype = mine["ring_k"].dtype
-            store = MixedLayer(cache.codecs.get(i, device, dtype), len(mine["lengths"]), dtype, device)
+            store = layer.new_store(len(mine["lengths"]), dtype, device)
             store.load_state(mine)
             layer.store, layer.is_initialized, layer.slots = store, True, header["slots"]
         else:

@@ -45,10 +45,11 @@ class Slots:
         padding = padding[:, : past + n].bool()
         before = padding[:, :past]
         known = True if self.mask is None else self.mask[:, :past].to(padding.device)
-        if past and not bool((before == known).all()):
-            raise CacheError("attention_mask differs from the one these tokens came with: padding cannot change later")
         chunk = padding[:, past:]
-        return None if bool(chunk.all()) else chunk
+        same, whole = torch.stack([(before == known).all(), chunk.all()]).tolist()  # the device is asked once
+        if not same:
+            raise CacheError("attention_mask differs from the one these tokens came with: padding cannot change later")
+        return None if whole else chunk
 
     def extend(self, valid: Tensor | None, rows: int, past: int, n: int, device: torch.device) -> None:
         """Count a chunk's slots; the first layer of a forward pass does it for all."""

@@ -82,22 +82,24 @@ def parse_usage(log: str) -> dict[str, Usage]:
     return out
 
 
-def compile_source(name: str, header: str, capability: tuple[int, int]) -> Binary:
+def compile_source(name: str, header: str, capability: tuple[int, int], headers: tuple[str, ...] = HEADERS) -> Binary:
     """Compile a file of the ``source`` folder with ``header`` as config.cuh, without the cache.
+
+    headers: the files of that folder that it includes.
 
     Raises CompileError with the compiler's log.
     """
     nvrtc = _nvrtc()
-    headers = {"config.cuh": header, **{h: source(h) for h in HEADERS}}
+    included = {"config.cuh": header, **{h: source(h) for h in headers}}
     options = [o.encode() for o in (*_OPTIONS, f"--gpu-architecture=sm_{capability[0]}{capability[1]}")]
     program = _check(
         nvrtc,
         nvrtc.nvrtcCreateProgram(
             source(name).encode(),
             name.encode(),
-            len(headers),
-            [h.encode() for h in headers.values()],
-            [h.encode() for h in headers],
+            len(included),
+            [h.encode() for h in included.values()],
+            [h.encode() for h in included],
         ),
     )
     try:
@@ -115,16 +117,16 @@ def compile_source(name: str, header: str, capability: tuple[int, int]) -> Binar
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def compile_cached(name: str, header: str, capability: tuple[int, int]) -> bytes:
+def compile_cached(name: str, header: str, capability: tuple[int, int], headers: tuple[str, ...] = HEADERS) -> bytes:
     """Machine code, from the disk cache where the same source, header, options and compiler were seen before."""
     version = _check(_nvrtc(), _nvrtc().nvrtcVersion())
     digest = hashlib.sha256()
-    for part in (name, source(name), header, *(source(h) for h in HEADERS), *_OPTIONS, str(version), str(capability)):
+    for part in (name, source(name), header, *(source(h) for h in headers), *_OPTIONS, str(version), str(capability)):
         digest.update(part.encode() + b"\0")
     path = cache_folder() / "cuda" / f"{digest.hexdigest()[:32]}.sm_{capability[0]}{capability[1]}.cubin"
     if path.is_file():
         return path.read_bytes()
-    cubin = compile_source(name, header, capability).cubin
+    cubin = compile_source(name, header, capability, headers).cubin
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as fresh:
         fresh.write(cubin)

@@ -162,12 +162,13 @@ def run(
         items_a_head,
         item_tokens,
         max(1, round(item_tokens * (layout.k_dim + layout.v_dim) * 2 / layout.page_bytes)),
+        spec.opening,
         natural / softcap if softcap else natural * log2e,
         softcap * log2e,
     )
     times = spec.prepare_times if batch * heads * spec.prepare_parts > 4 * kernels.multiprocessors else 1
     kernels.launch(
-        "prepare_many" if times > 1 else "prepare_one", (-(-batch // times), heads * spec.prepare_parts), params
+        "prepare_many" if times > 1 else "prepare_one", (-(-batch // times), heads * spec.prepare_parts + 1), params
     )
     kernels.launch("decode", (kernels.blocks, 1), params)
     rows_a_block = spec.finish_rows if batch * heads * spec.heads > kernels.multiprocessors else 1

@@ -33,6 +33,7 @@ _INTS = (
     "items_a_head",
     "item_tokens",
     "item_pages",
+    "opening",
 )
 _FLOATS = ("query_scale", "cap")
 
@@ -65,6 +66,7 @@ class DecodeSpec:
     tiles: columns of 8 query heads a warp serves; warps a block, stages a warp's ring; bulk: cp.async.bulk (sm_90+);
     chained: programmatic dependent launch (sm_90+); chain_first: of the first kernel too, behind whatever ran before;
     buffers: states of so many (request, head) pairs may wait to be put together;
+    opening: what taking up another (request, head) costs a block, in pages;
     flush_pages: pages a warp's tensor cores add up before they start from zero again (they truncate).
     """
 
@@ -82,6 +84,7 @@ class DecodeSpec:
     buffers: int
     chain_first: bool = False
     flush_pages: int = 512
+    opening: int = 16
 
     @classmethod
     def choose(

@@ -22,6 +22,12 @@ DEVICE int pages_of(const Params& p, int b) {
   const int lo = p.hist_start[b], hi = p.hist_end[b];
   return hi > lo ? (hi + PAGE - 1) / PAGE - lo / PAGE : 0;
 }
+// The line of work counts in pages. Taking up a (request, head) costs a block about as much as some more of them, so each
+// begins with p.opening units that stand for no page: blocks with a border inside get fewer pages.
+DEVICE int units_of(const Params& p, int b) {
+  const int n = pages_of(p, b);
+  return n ? n + p.opening : 0;
+}
 DEVICE int sum_to_lane(int n) {
 #pragma unroll
   for (int i = 1; i < 32; i *= 2) {
@@ -30,24 +36,24 @@ DEVICE int sum_to_lane(int n) {
   }
   return n;
 }
-// Pages a head of all requests, and of those before request b. Each warp finds out for itself: no barrier, no launch.
+// Units a head of all requests, and of those before request b. Each warp finds out for itself: no barrier, no launch.
 struct Count { int all, before; };
-DEVICE Count count_pages(const Params& p, int b) {
+DEVICE Count count_units(const Params& p, int b) {
   int all = 0, before = 0;
   for (int b0 = 0; b0 < p.batch; b0 += 32) {
-    const int mine = b0 + threadIdx.x % 32, n = mine < p.batch ? pages_of(p, mine) : 0;
+    const int mine = b0 + threadIdx.x % 32, n = mine < p.batch ? units_of(p, mine) : 0;
     all += n, before += mine < b ? n : 0;
   }
 #pragma unroll
   for (int i = 1; i < 32; i *= 2) all += __shfl_xor_sync(FULL, all, i), before += __shfl_xor_sync(FULL, before, i);
   return {all, before};
 }
-// The request in which unit u of the line of work lies, and the pages a head of the requests before it.
-struct Place { int request, before, pages; };
+// The request in which unit u of the line of work lies, its units a head, and those of the requests before it.
+struct Place { int request, before, units; };
 DEVICE Place place_of(const Params& p, int u) {
   const int heads = p.kv_heads * BLOCKS;
   for (int b0 = 0, sum = 0;; b0 += 32) {
-    const int mine = b0 + threadIdx.x % 32, n = mine < p.batch ? pages_of(p, mine) : 0, upto = sum + sum_to_lane(n);
+    const int mine = b0 + threadIdx.x % 32, n = mine < p.batch ? units_of(p, mine) : 0, upto = sum + sum_to_lane(n);
     const u32 found = __ballot_sync(FULL, upto * heads > u);
     if (found) {
       const int lane = __ffs(found) - 1;
@@ -57,8 +63,8 @@ DEVICE Place place_of(const Params& p, int u) {
   }
 }
 
-// Work is a line: pages of (request 0, head 0), (request 0, head 1) ..., cut into one piece a thread block. Raw window
-// items, one a warp, are dealt out evenly first; a block that has some gets fewer pages. (A page is at least 1 KB, so
+// Work is a line: units of (request 0, head 0), (request 0, head 1) ..., cut into one piece a thread block. Raw window
+// items, one a warp, are dealt out evenly first; a block that has some gets fewer units. (A page is at least 1 KB, so
 // 31 bits count them.)
 struct Share {  // c * n / blocks without a large division
   u32 whole, rest;
@@ -69,13 +75,13 @@ struct Schedule {
   u32 blocks, item_pages;
   bool even;
   Share items, units;
-  DEVICE Schedule(const Params& p, u32 pages_a_head)
+  DEVICE Schedule(const Params& p, u32 units_a_head)
       : blocks(p.blocks), item_pages(p.item_pages), items(p.items, p.blocks), units(0, p.blocks) {
-    const u32 pages = pages_a_head * (p.kv_heads * BLOCKS);
-    units = Share(pages + p.items * item_pages, blocks);
+    const u32 all = units_a_head * (p.kv_heads * BLOCKS);
+    units = Share(all + p.items * item_pages, blocks);
     even = units.whole < item_pages * (items.whole + (items.rest > 0)) + 1;
-    if (even) units = Share(pages, blocks);
+    if (even) units = Share(all, blocks);
   }
   DEVICE int item(u32 c) const { return (int)items.before(c, blocks); }
-  DEVICE int page(u32 c) const { return (int)(units.before(c, blocks) - (even ? 0 : item_pages * items.before(c, blocks))); }
+  DEVICE int unit(u32 c) const { return (int)(units.before(c, blocks) - (even ? 0 : item_pages * items.before(c, blocks))); }
 };

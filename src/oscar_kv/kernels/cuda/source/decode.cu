@@ -210,38 +210,46 @@ struct Query {
   }
 };
 
-// The segments of one thread block, in order. skew: the first of a segment's pages that is this warp's; warps take turns
-// over the whole line, so that all have equally many.
+// The segments of one thread block, in order: pages [from, to) of a (request, head). skew: the first of them that is this
+// warp's; warps take turns over the whole line, so that all have equally many.
 struct Line {
-  int at, end, b, hv, count, from, to, skew;
+  int at, end, b, hv, units, from, to, skew;
   DEVICE Line(const Params& p, int begin, int end) : at(begin), end(end) {
     if (at >= end) return;
-    const int heads = p.kv_heads * BLOCKS;
     const Place place = place_of(p, at);
-    const int rest = at - place.before * heads;
-    b = place.request, count = place.pages, hv = rest / count, from = rest % count;
-    to = min(count, from + (end - at)), skew = threadIdx.x / 32;
+    const int rest = at - place.before * (p.kv_heads * BLOCKS);
+    b = place.request, units = place.units, hv = rest / units, skew = threadIdx.x / 32;
+    cut(p, rest % units);
+    if (from >= to) next(p);  // nothing but the opening
   }
   DEVICE bool open() const { return at < end; }
   DEVICE u64 bh(const Params& p) const { return (u64)b * (p.kv_heads * BLOCKS) + hv; }
+  // The segment begins at unit ``rest`` of its (request, head); ``at`` moves to its end.
+  DEVICE void cut(const Params& p, int rest) {
+    const int last = min(units, rest + (end - at));
+    from = max(rest - p.opening, 0), to = last - p.opening;
+    stop = at + (last - rest);
+  }
+  int stop;
   DEVICE void next(const Params& p) {
-    const int taken = to - from;
-    at += taken;
+    const int taken = max(to - from, 0);
+    at = stop;
     if (at >= end) return;
     skew = (skew + (WARPS - taken % WARPS)) % WARPS;
     if (++hv == p.kv_heads * BLOCKS) {
       hv = 0;
       u32 found = 0;
       for (++b; !found; b += 32) {  // there is one, since at < end
-        const int mine = b + threadIdx.x % 32, n = mine < p.batch ? pages_of(p, mine) : 0;
+        const int mine = b + threadIdx.x % 32, n = mine < p.batch ? units_of(p, mine) : 0;
         found = __ballot_sync(FULL, n > 0);
         if (found) {
           const int lane = __ffs(found) - 1;
-          count = __shfl_sync(FULL, n, lane), b += lane - 32;
+          units = __shfl_sync(FULL, n, lane), b += lane - 32;
         }
       }
     }
-    from = 0, to = min(count, end - at);
+    cut(p, 0);
+    if (from >= to) at = end;  // the block's last units are an opening, which is the next block's
   }
 };
 
@@ -393,11 +401,12 @@ struct Rows {
     v = (in_sink ? p.sink_v : p.ring_v) + at * (V_DIM * 2);
   }
 };
-// Ask for the rows of an item, so that they are near when their turn comes.
+// Ask for the first rows of an item, so that they are near when their turn comes.
+constexpr int PREFETCH = 32;  // tokens: all of a long item would push itself out of L2
 DEVICE void prefetch_window(const Params& p, int b, int hv, int from) {
   const int lane = threadIdx.x % 32, head = hv / BLOCKS, slot = slot_of(p, b);
   const int sink = p.hist_start[b], recent_from = max(p.hist_end[b], sink);
-  const int to = min(from + p.item_tokens, sink + max(p.seq_len[b] - recent_from, 0));
+  const int to = min(from + min(p.item_tokens, PREFETCH), sink + max(p.seq_len[b] - recent_from, 0));
 #pragma unroll 1
   for (int i = from + lane / 2; i < to; i += 16) {
     const Rows r(p, slot, head, i, sink, recent_from);
@@ -535,10 +544,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
   bulk_fence();
   __syncwarp();
 #endif
-  release_successor();
-  const Schedule plan(p, count_pages(p, 0).all);
+  const Schedule plan(p, count_units(p, 0).all);
   const int c = blockIdx.x, windows = p.blocks + p.batch * heads;
-  const int begin = plan.page(c), end = plan.page(c + 1);
+  const int begin = plan.unit(c), end = plan.unit(c + 1);
   const int last_item = plan.item(c + 1);
   int item = plan.item(c) + warp;
   if (item < last_item) prefetch_window(p, item / p.items_a_head / heads, item / p.items_a_head % heads, item % p.items_a_head * p.item_tokens);
@@ -553,6 +561,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     window(p, bh / heads, bh % heads, item % p.items_a_head * p.item_tokens, windows + item);
   }
   wait_for_predecessor();
+  release_successor();  // not before: finish.cu reads what prepare.cu has written
   int segment = 0;
 #pragma unroll 1
   for (; line.open(); line.next(p), ++segment) {

@@ -35,18 +35,19 @@ template <int ROWS> DEVICE void finish(const Params& p) {
 #pragma unroll
     for (int k = 0; k < WIDE; ++k) sum[r][k][0] = sum[r][k][1] = sum[r][k][2] = sum[r][k][3] = 0.f;
   }
-  wait_for_predecessor();
+  // Ranges too: decode.cu releases this kernel when prepare.cu has ended.
   const Schedule plan(p, p.ranges[0]);
   const int low = p.ranges[2 + 2 * bh], history = p.ranges[3 + 2 * bh] - low, all = history + p.items_a_head;
   const u64 windows = plan.blocks + (u64)p.batch * heads + bh * p.items_a_head;
   const int begin = side ? history : 0, end = side ? all : history;
+  wait_for_predecessor();
   for (int i0 = begin + warp / 2; i0 < end; i0 += FINISH_WARPS / 2 * AT_ONCE) {
     float lse[AT_ONCE][ROWS];
     float4 x[AT_ONCE][ROWS][WIDE];
 #pragma unroll
     for (int a = 0; a < AT_ONCE; ++a) {
       const int i = i0 + a * (FINISH_WARPS / 2);
-      const bool used = i < end && (side || plan.page(low + i) < plan.page(low + i + 1));  // a block may have none
+      const bool used = i < end && (side || plan.unit(low + i) < plan.unit(low + i + 1));  // a block may have none
       const u64 slot = side ? windows + (i - history) : low + i + bh;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {

@@ -7,29 +7,38 @@
 constexpr int PREPARE_THREADS = 256, PREPARE_WARPS = PREPARE_THREADS / 32, PART = 32, PARTS = (K_DIM + PART - 1) / PART;
 constexpr int TURN_GROUPS = PREPARE_THREADS / (PART / 4), TURN_ROWS = (K_DIM + TURN_GROUPS - 1) / TURN_GROUPS;
 
-DEVICE void find_range(const Params& p, int b, int hv, bool tell) {
-  const int lane = threadIdx.x % 32, heads = p.kv_heads * BLOCKS, count = pages_of(p, b);
-  const Count pages = count_pages(p, b);
-  const Schedule plan(p, pages.all);
-  const int u0 = pages.before * heads + hv * count, u1 = u0 + count;
-  int low = 0, high = 0;  // blocks that begin at u0 or before, and before u1
-  for (int c = lane; c < p.blocks; c += 32) low += plan.page(c) <= u0, high += plan.page(c) < u1;
+// A block of its own: one warp a (request, head) in turn.
+DEVICE void find_ranges(const Params& p, int b0, int times) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, heads = p.kv_heads * BLOCKS;
+  for (int b = b0; b < min(b0 + times, p.batch); ++b) {
+    const int count = units_of(p, b);
+    const Count units = count_units(p, b);
+    const Schedule plan(p, units.all);
+    if (b == 0 && threadIdx.x == 0) p.ranges[0] = units.all;
+    for (int hv = warp; hv < heads; hv += PREPARE_WARPS) {
+      const int u0 = units.before * heads + hv * count + p.opening, u1 = u0 + count - p.opening;
+      int low = 0, high = 0;  // blocks that begin at u0 or before, and before u1
+      for (int c = lane; c < p.blocks; c += 32) low += plan.unit(c) <= u0, high += plan.unit(c) < u1;
 #pragma unroll
-  for (int i = 1; i < 32; i *= 2) low += __shfl_xor_sync(FULL, low, i), high += __shfl_xor_sync(FULL, high, i);
-  if (lane) return;
-  int* range = p.ranges + 2 + 2 * (b * heads + hv);
-  range[0] = count ? low - 1 : 0, range[1] = count ? high : 0;
-  if (tell) p.ranges[0] = pages.all;
+      for (int i = 1; i < 32; i *= 2) low += __shfl_xor_sync(FULL, low, i), high += __shfl_xor_sync(FULL, high, i);
+      int* range = p.ranges + 2 + 2 * (b * heads + hv);
+      if (lane == 0) range[0] = count ? low - 1 : 0, range[1] = count ? high : 0;
+    }
+  }
 }
 
 template <int TIMES> DEVICE void prepare(const Params& p) {
   constexpr int ALL = HEADS * TIMES;
-  __shared__ float raw[K_DIM][ALL], sums[PREPARE_WARPS][ALL][PART];
+  __shared__ float raw[ALL][K_DIM], sums[PREPARE_WARPS][ALL][PART];
 #if CHAIN_FIRST
   wait_for_predecessor();
 #endif
   release_successor();
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, heads = p.kv_heads * BLOCKS;
+  if (blockIdx.y == heads * PARTS) {
+    find_ranges(p, blockIdx.x * TIMES, TIMES);
+    return;
+  }
   const int b0 = blockIdx.x * TIMES, hv = blockIdx.y / PARTS, part = blockIdx.y % PARTS, head = hv / BLOCKS;
   const int head0 = (hv % BLOCKS) * HEADS, column = part * PART + tid % 8 * 4, group = tid / 8;
   float4 turn[TURN_ROWS];
@@ -45,17 +54,14 @@ template <int TIMES> DEVICE void prepare(const Params& p) {
     const int row = i / (K_DIM / 2), d = i % (K_DIM / 2) * 2, b = b0 + row / HEADS, g = head0 + row % HEADS;
     u32 pair = 0;
     if (b < p.batch && g < GROUP) pair = *(const u32*)(p.q + (((u64)b * p.kv_heads + head) * GROUP + g) * (K_DIM * 2) + d * 2);
-    raw[d][row] = raw_low(pair) * p.query_scale, raw[d + 1][row] = raw_high(pair) * p.query_scale;
+    *(float2*)&raw[row][d] = {raw_low(pair) * p.query_scale, raw_high(pair) * p.query_scale};
   }
-  if (part == PARTS - 1)
-    for (int i = warp; i < TIMES; i += PREPARE_WARPS)
-      if (b0 + i < p.batch) find_range(p, b0 + i, hv, i + b0 + hv == 0);
   __syncthreads();
   auto place = [&](int row) { return ((u64)(b0 + row / HEADS) * heads + hv) * HEADS + row % HEADS; };
   if (part == 0)
     for (int row = warp; row < ALL; row += PREPARE_WARPS) {
       float sum = 0.f;
-      for (int i = lane; i < K_DIM; i += 32) sum += raw[i][row] * p.k_centre[head * K_DIM + i];
+      for (int i = lane; i < K_DIM; i += 32) sum += raw[row][i] * p.k_centre[head * K_DIM + i];
 #pragma unroll
       for (int i = 1; i < 32; i *= 2) sum += __shfl_xor_sync(FULL, sum, i);
       if (lane == 0 && b0 + row / HEADS < p.batch) p.turned_centre[place(row)] = sum;
@@ -68,7 +74,7 @@ template <int TIMES> DEVICE void prepare(const Params& p) {
       for (int r = 0; r < TURN_ROWS; ++r) {
         const int row = group + r * TURN_GROUPS;
         if (row >= K_DIM) continue;
-        const float x = raw[row][g];
+        const float x = raw[g][row];
         sum.x += x * turn[r].x, sum.y += x * turn[r].y, sum.z += x * turn[r].z, sum.w += x * turn[r].w;
       }
 #pragma unroll
@@ -85,7 +91,7 @@ template <int TIMES> DEVICE void prepare(const Params& p) {
     if (c >= K_DIM || b0 + row / HEADS >= p.batch) continue;
     float sum = 0.f;
     if (!p.k_rotation) {
-      sum = raw[c][row];
+      sum = raw[row][c];
     } else {
 #pragma unroll
       for (int w = 0; w < PREPARE_WARPS; ++w) sum += sums[w][row][i % PART];
