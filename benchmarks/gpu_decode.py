@@ -65,30 +65,28 @@ OTHERS = [
 ]
 VARIANTS: list[Tuning] = [
     {},
-    {"warps": 8, "stages": 4, "min_blocks": 1},
-    {"warps": 12, "stages": 2, "min_blocks": 1},
-    {"warps": 4, "stages": 3, "min_blocks": 3},
-    {"warps": 6, "stages": 3, "min_blocks": 2},
-    {"bulk": False},
-    {"chained": False},
+    {"warps": 12, "stages": 3, "min_blocks": 1},
+    {"warps": 16, "stages": 2, "min_blocks": 1, "buffers": 1},
+    {"warps": 14, "stages": 2, "min_blocks": 1, "buffers": 1},
+    {"opening": 0},
+    {"opening": 8},
+    {"opening": 32},
 ]
 WIDE_VARIANTS: list[Tuning] = [
     {},
-    {"tiles": 2, "warps": 8, "stages": 4, "min_blocks": 1, "buffers": 1},
-    {"tiles": 2, "warps": 4, "stages": 4, "min_blocks": 2, "buffers": 1},
-    {"tiles": 1, "warps": 12, "stages": 3, "min_blocks": 1, "buffers": 1},
+    {"tiles": 2, "warps": 8, "stages": 2, "min_blocks": 1, "buffers": 1},
+    {"tiles": 2, "warps": 8, "stages": 3, "min_blocks": 1, "buffers": 1},
+    {"tiles": 2, "warps": 11, "stages": 2, "min_blocks": 1, "buffers": 1},
 ]
 MORE_BITS: list[Tuning] = [
     {},
-    {"warps": 8, "stages": 3, "min_blocks": 1, "buffers": 1},
-    {"warps": 8, "stages": 2, "min_blocks": 1},
-    {"warps": 12, "stages": 2, "min_blocks": 1, "buffers": 1},
-    {"warps": 4, "stages": 2, "min_blocks": 2},
+    {"warps": 16, "stages": 2, "min_blocks": 1, "buffers": 1},
 ]
 TUNED = {
     Shape(32, 1): VARIANTS,
     Shape(32, 8): VARIANTS,
-    Shape(64, 8): VARIANTS[:4],
+    Shape(64, 8): VARIANTS[:2],
+    Shape(32, 32): VARIANTS[:4],
     Shape(96, 8): WIDE_VARIANTS,
     Shape(32, 128, 8192): VARIANTS[:5],
     **{Shape(32, 8, k_bits=k, v_bits=v): MORE_BITS for k, v in ((4, 4), (3, 3), (3, 2), (2, 1))},

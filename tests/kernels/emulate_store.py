@@ -33,7 +33,7 @@ extern "C" const char* emulate(int kernel, int gx, int gy, int threads, const Pa
 @cache
 def build(file: str, header: str, kernels: tuple[str, ...]) -> ctypes.CDLL:
     """The library of one specialisation, built once a process."""
-    command = [compiler() or "g++", "-std=c++17", "-O1", "-w", "-fpermissive", "-fno-gnu-unique", "-shared", "-fPIC"]
+    command = [compiler() or "g++", "-std=c++17", "-O0", "-w", "-fpermissive", "-fno-gnu-unique", "-shared", "-fPIC"]
     # What faults on a GPU faults here too.
     command += ["-fsanitize=alignment,bounds,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"]
     with tempfile.TemporaryDirectory() as folder:

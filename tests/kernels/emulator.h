@@ -24,7 +24,7 @@
 #define FULL 0xffffffffu
 #define DYNAMIC_SHARED(name) u8* name = emulator::shared
 struct Index { unsigned x, y; };
-static Index threadIdx, blockIdx;
+static Index threadIdx, blockIdx, gridDim;
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 using std::max;
@@ -144,6 +144,7 @@ static const char* launch(void (*f)(), int gx, int gy, int count, int shared_byt
   const int signals[3] = {SIGSEGV, SIGBUS, SIGILL};
   own.sa_sigaction = on_fault, own.sa_flags = SA_SIGINFO;
   for (int i = 0; i < 3; ++i) sigaction(signals[i], &own, &old[i]);
+  gridDim = {(unsigned)gx, (unsigned)gy};
   if (!sigsetjmp(fault, 1))
     for (unsigned y = 0; y < (unsigned)gy && !message[0]; ++y)
       for (unsigned x = 0; x < (unsigned)gx && !message[0]; ++x) {

@@ -120,6 +120,7 @@ def test_a_tile_of_broken_pages_is_refused() -> None:
 
 def test_a_wrong_kernel_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN and others differ in what they return: what counts is the answer."""
+
     def other_base(*args: Any) -> tuple[Tensor, Tensor]:
         out, lse = plain(*args)
         return out, lse * 1.4427

@@ -74,6 +74,10 @@ def command(
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the model's chat template.")] = False,
     dtype: Annotated[str, typer.Option(metavar="NAME", help="float32, bfloat16, float16 or auto.")] = "auto",
     device: Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1 … or auto.")] = "auto",
+    kernels: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="cuda, triton or torch; what serves the device if left out."),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write texts and figures as JSON.")
     ] = None,
@@ -82,7 +86,10 @@ def command(
     text = _prompt(prompt, prompt_file)
     check_outputs(("--json", json_file))
     from ..artifact import Artifact
+    from ..kernels.registry import NAMES
 
+    if kernels is not None and kernels not in NAMES:
+        raise OscarError(f"--kernels {kernels}: the kernels are {', '.join(NAMES)}")
     loaded = Artifact.load(artifact)
     if recipe is not None:
         loaded = loaded.with_recipe(recipe)
@@ -97,7 +104,7 @@ def command(
         samples = []
         for kind in kinds:
             with steps.task(f"generating with {'full precision' if kind is None else kind.label}") as report:
-                samples.append(sample(net, tokenizer, ids, kind, max_new_tokens, temperature, seed, report))
+                samples.append(sample(net, tokenizer, ids, kind, max_new_tokens, temperature, seed, report, kernels))
     show(samples, loaded)
     if json_file:
         meta = {
@@ -132,6 +139,7 @@ def encode(tokenizer: Any, text: str, chat: bool) -> Any:
 def sample(
     model: Any, tokenizer: Any, ids: Any, artifact: Artifact | None, max_new_tokens: int,
     temperature: float = 0.0, seed: int = 0, report: Callable[[int, int], None] = lambda done, total: None,
+    kernels: str | None = None,
 ) -> Sample:  # fmt: skip
     """Generate after ids [1, n] with the quantised cache, or with the model's own where ``artifact`` is None."""
     import torch
@@ -145,9 +153,9 @@ def sample(
     if temperature > 0:
         how["temperature"] = temperature
     if artifact is not None:
-        enable(model, artifact)
+        enable(model, artifact, kernels=kernels)
     try:
-        cache = _new_cache(model, artifact)
+        cache = _new_cache(model, artifact, kernels)
         clock = _Clock(report, max_new_tokens)
         with torch.inference_mode():
             out = model.generate(
@@ -165,12 +173,14 @@ def sample(
     )  # fmt: skip
 
 
-def _new_cache(model: Any, artifact: Artifact | None) -> Any:
+def _new_cache(model: Any, artifact: Artifact | None, kernels: str | None) -> Any:
     from transformers import DynamicCache
 
     from ..integrations.transformers import OscarCache
 
-    return DynamicCache(config=model.config) if artifact is None else OscarCache(artifact, model.config)
+    if artifact is None:
+        return DynamicCache(config=model.config)
+    return OscarCache(artifact, model.config, kernels=kernels)
 
 
 def _facts(model: Any, artifact: Artifact | None, cache: Any) -> dict[str, Any]:

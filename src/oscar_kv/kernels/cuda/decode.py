@@ -171,10 +171,10 @@ def run(
         "prepare_many" if times > 1 else "prepare_one", (-(-batch // times), heads * spec.prepare_parts + 1), params
     )
     kernels.launch("decode", (kernels.blocks, 1), params)
-    rows_a_block = spec.finish_rows if batch * heads * spec.heads > kernels.multiprocessors else 1
-    kernels.launch(
-        "finish_many" if rows_a_block > 1 else "finish_one", (batch, heads * -(-spec.heads // rows_a_block)), params
-    )
+    many = batch * heads * spec.heads > kernels.multiprocessors
+    pieces = heads * -(-spec.heads // (spec.finish_rows if many else 1))
+    requests = max(1, min(batch, 3 * kernels.multiprocessors // pieces))
+    kernels.launch("finish_many" if many else "finish_one", (requests if many else batch, pieces), params)
     return out
 
 

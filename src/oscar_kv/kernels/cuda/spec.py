@@ -116,7 +116,7 @@ class DecodeSpec:
         choice: dict[str, object] = {
             "tiles": tiles,
             "warps": 12 if roomy else 4,
-            "stages": 3 if roomy else 4,
+            "stages": 2 if roomy else 4,
             "min_blocks": 1 if roomy or wide or tiles == 2 else 2 if many else 3,
             "bulk": new,
             "chained": new,
@@ -186,8 +186,12 @@ class DecodeSpec:
         return -(-4 * self.buffers * self.warps * self.heads * (self.layout.v_dim + 6) // 16) * 16
 
     @property
-    def barrier_offset(self) -> int:
+    def query_offset(self) -> int:
         return self.desk_offset + self.desk_bytes
+
+    @property
+    def barrier_offset(self) -> int:
+        return self.query_offset + self.warps * self.tiles * self.layout.k_dim * 16
 
     @property
     def shared_bytes(self) -> int:
@@ -203,7 +207,7 @@ class DecodeSpec:
             "WARPS": self.warps, "STAGES": self.stages, "MIN_BLOCKS": self.min_blocks, "BULK": int(self.bulk),
             "CHAINED": int(self.chained), "SOFTCAP": int(self.softcap), "FINISH_ROWS": self.finish_rows,
             "WINDOW_BF16": int(self.dtype == torch.bfloat16), "BARRIER_OFFSET": self.barrier_offset,
-            "STAGE_BYTES": self.stage_bytes, "DESK_OFFSET": self.desk_offset, "DESK_BYTES": self.desk_bytes,
+            "STAGE_BYTES": self.stage_bytes, "DESK_OFFSET": self.desk_offset, "DESK_BYTES": self.desk_bytes, "QUERY_OFFSET": self.query_offset,
             "BUFFERS": self.buffers, "PREPARE_TIMES": self.prepare_times, "FLUSH_PAGES": self.flush_pages,
             "CHAIN_FIRST": int(self.chained and self.chain_first),
         }  # fmt: skip

@@ -73,7 +73,7 @@ struct Desk {
 };
 static_assert(sizeof(Desk) <= DESK_BYTES, "spec.py reserves too little");
 
-DEVICE void leave(State& s, Desk& desk, const float (*centre)[2], int buffer, bool first) {
+DEVICE void leave(State& s, Desk& desk, const float* centre, int buffer, bool first) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
   const float back = 16777216.f / s.step_scale;
 #pragma unroll
@@ -87,7 +87,7 @@ DEVICE void leave(State& s, Desk& desk, const float (*centre)[2], int buffer, bo
       }
       const int column = 8 * n + 2 * quad + k;
       float *to = desk.values[buffer][warp][column < HEADS ? column : 0], *mass = desk.mass[buffer][warp][column < HEADS ? column : 0];
-      const float top = s.m[n][k] + (SOFTCAP ? 0.f : centre[n][k]);
+      const float top = s.m[n][k] + (SOFTCAP || column >= HEADS ? 0.f : centre[column]);
       float keep = 0.f, f = 1.f, next = top, sum = s.l[n][k];
       if (!first) next = fmaxf(mass[0], top), keep = ex2(mass[0] - next), f = ex2(top - next), sum = keep * mass[1] + f * sum;
       __syncwarp();  // all rows have read the mass
@@ -162,10 +162,11 @@ struct Ring {
   }
 };
 
-// A segment's query heads, turned by prepare.cu, as the B operand of the MMAs at a power of two.
+// A segment's query heads, turned by prepare.cu, as the B operand of the MMAs at a power of two. The operand lies in
+// shared memory, 8 bytes a lane and MMA, of each warp its own: registers bound the number of warps.
 struct Query {
-  u32 words[TILES * K_DIM / 8];
-  float sum[TILES][2], centre[TILES][2], step_factor;
+  Word2* words;
+  float sum[TILES][2], centre[SOFTCAP ? TILES : 1][2], step_factor;
   DEVICE void load(const Params& p, u64 bh) {
     const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
     float2 x[TILES][K_DIM / 8];
@@ -176,7 +177,7 @@ struct Query {
 #pragma unroll
       for (int j = 0; j < K_DIM / 8; ++j) x[n][j] = *(const float2*)(from + 8 * j);
 #pragma unroll
-      for (int k = 0; k < 2; ++k) centre[n][k] = 8 * n + 2 * quad + k < HEADS ? p.turned_centre[bh * HEADS + 8 * n + 2 * quad + k] : 0.f;
+      for (int k = 0; k < 2 && SOFTCAP; ++k) centre[n][k] = 8 * n + 2 * quad + k < HEADS ? p.turned_centre[bh * HEADS + 8 * n + 2 * quad + k] : 0.f;
     }
 #pragma unroll
     for (int n = 0; n < TILES; ++n)
@@ -199,7 +200,8 @@ struct Query {
       for (int j = 0; j < K_DIM / 8; ++j) {
         const float f = up / (1 << target_bit<K_BITS>(j));
         const u32 pair = 8 * n + row < HEADS ? pack_half(x[n][j].x * f, x[n][j].y * f) : 0;
-        words[n * (K_DIM / 8) + j] = pair;
+        Word2* to = words + (j / 2 * TILES + n) * 32 + lane;
+        if (j % 2) to->y = pair; else to->x = pair;
         total += (half_low(pair) + half_high(pair)) * (float)(1 << target_bit<K_BITS>(j));
       }
       total += __shfl_xor_sync(FULL, total, 1);
@@ -291,12 +293,12 @@ struct Walk {
 DEVICE void history(const Params& p, Ring& ring, Walk& walk, State& s, Desk& desk, const Query& q, const Line& line, int buffer) {
   const int lane = threadIdx.x % 32, row = lane / 4;
   const int start = p.hist_start[line.b], end = p.hist_end[line.b], first = start / PAGE;
-  const u32* query = q.words;
+  const float* centre = p.turned_centre + line.bh(p) * HEADS;
   int pages = 0;
   bool left = false;
   for (int page = line.from + line.skew; page < line.to; page += WARPS) {
     if (pages == FLUSH_PAGES) {
-      leave(s, desk, q.centre, buffer, !left);
+      leave(s, desk, centre, buffer, !left);
       s.reset();
       pages = 0, left = true;
     }
@@ -312,32 +314,36 @@ DEVICE void history(const Params& p, Ring& ring, Walk& walk, State& s, Desk& des
     float largest_step = 0.f;
     {
       Codes<K_BITS, K_DIM> codes;
+      float c[4][TILES][4];
 #pragma unroll
       for (int t = 0; t < 4; ++t) {
         codes.load(data, lane, t);
-        float c[TILES][4];
 #pragma unroll
-        for (int n = 0; n < TILES; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
+        for (int n = 0; n < TILES; ++n) c[t][n][0] = c[t][n][1] = c[t][n][2] = c[t][n][3] = 0.f;
+      }
 #pragma unroll
-        for (int ks = 0; ks < K_DIM / 16; ++ks) {
+      for (int ks = 0; ks < K_DIM / 16; ++ks) {
+        Word2 query[TILES];
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) query[n] = q.words[(ks * TILES + n) * 32 + lane];
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
           u32 a[4];
           codes.keys(a, t, ks);
 #pragma unroll
-          for (int n = 0; n < TILES; ++n)
-            mma_half(c[n], a, query[n * (K_DIM / 8) + 2 * ks], query[n * (K_DIM / 8) + 2 * ks + 1]);
+          for (int n = 0; n < TILES; ++n) mma_half(c[t][n], a, query[n].x, query[n].y);
         }
+      }
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int token = 16 * t + 8 * r + row;
-          const Word2 meta = *(const Word2*)(data + METADATA_OFFSET + token * 8);
-          const float step = half_low(meta.x) * q.step_factor, zero = half_high(meta.x);
-          value_meta[2 * t + r] = meta.y;
+      for (int r = 0; r < 8; ++r) {
+        const Word2 meta = *(const Word2*)(data + METADATA_OFFSET + (8 * r + row) * 8);
+        const float step = half_low(meta.x) * q.step_factor, zero = half_high(meta.x);
+        value_meta[r] = meta.y;
 #pragma unroll
-          for (int n = 0; n < TILES; ++n)
+        for (int n = 0; n < TILES; ++n)
 #pragma unroll
-            for (int k = 0; k < 2; ++k)
-              score[n][2 * t + r][k] = capped(p, step * c[n][2 * r + k] + (zero * q.sum[n][k] + (SOFTCAP ? q.centre[n][k] : 0.f)));
-        }
+          for (int k = 0; k < 2; ++k)
+            score[n][r][k] = capped(p, step * c[r / 2][n][2 * (r % 2) + k] + (zero * q.sum[n][k] + (SOFTCAP ? q.centre[SOFTCAP ? n : 0][k] : 0.f)));
       }
     }
     if (partial) {
@@ -380,7 +386,7 @@ DEVICE void history(const Params& p, Ring& ring, Walk& walk, State& s, Desk& des
     __syncwarp();  // the stage may be overwritten by the next step's request
     ring.advance();
   }
-  leave(s, desk, q.centre, buffer, !left);
+  leave(s, desk, centre, buffer, !left);
 }
 
 // Window item: item_tokens raw tokens of one request and KV head, for one warp. Writes its own partial.
@@ -457,7 +463,8 @@ DEVICE void window(const Params& p, int b, int hv, int from, u64 to_slot) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[j][i] = *(const u32*)(v[i] + (16 * j + 2 * row) * 2);
     };
-    constexpr bool AT_ONCE = K_DIM + V_DIM <= 256;  // registers for a tile's keys and values: one wait for both
+    // Where registers allow, one wait for the keys and the values of a tile.
+    constexpr bool AT_ONCE = K_DIM + V_DIM <= 256 && TILES == 1 && WARPS * MIN_BLOCKS <= 12;
     {
       const Rows r0(p, slot, head, min(first + row, to - 1), sink, recent_from);
       const Rows r1(p, slot, head, min(first + 8 + row, to - 1), sink, recent_from);
@@ -568,7 +575,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     const int buffer = segment % BUFFERS, collector = segment % WARPS;
     if (segment >= BUFFERS && warp != (segment - BUFFERS) % WARPS) named_wait(1 + BUFFERS + buffer, WARPS * 32);  // it is free
     Query query;
+    query.words = (Word2*)(shared + QUERY_OFFSET) + warp * (K_DIM / 16 * TILES * 32);
+    __syncwarp();
     query.load(p, line.bh(p));
+    __syncwarp();
     State s;
     s.reset();
     history(p, ring, walk, s, desk, query, line, buffer);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// After the decode kernel: partial results into outputs. One block a (request, block of ROWS query heads).
+// After the decode kernel: partial results into outputs. One block a (block of ROWS query heads) and some requests, so
+// that R_V^T is read once for them.
 #include "common.cuh"
 
 constexpr int THREADS = 512, FINISH_WARPS = THREADS / 32;
@@ -15,9 +16,8 @@ template <int ROWS> DEVICE void finish(const Params& p) {
   constexpr bool EARLY = DEPTH <= 32;  // R_V^T fits in registers: read it while the decode kernel still runs
   __shared__ float sums[FINISH_WARPS][ROWS][V_DIM], tops[FINISH_WARPS][ROWS], masses[FINISH_WARPS][ROWS], old[ROWS][V_DIM];
   const int heads = p.kv_heads * BLOCKS, per = (HEADS + ROWS - 1) / ROWS;
-  const int b = blockIdx.x, hv = blockIdx.y / per, row0 = blockIdx.y % per * ROWS;
+  const int hv = blockIdx.y / per, row0 = blockIdx.y % per * ROWS;
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-  const u64 bh = (u64)b * heads + hv;
   // The rotation was written before the decode kernel began, so it may be read before its end.
   const int column = tid % V_DIM, part = tid / V_DIM;
   const float* turn = p.v_rotation_t && part < PARTS ? p.v_rotation_t + ((u64)(hv / BLOCKS) * V_DIM + part * DEPTH) * V_DIM + column : nullptr;
@@ -28,6 +28,8 @@ template <int ROWS> DEVICE void finish(const Params& p) {
   }
   const int side = warp % 2;  // even warps take the history, odd ones the windows, some partials at a time
 
+  for (int b = blockIdx.x; b < p.batch; b += gridDim.x) {
+  const u64 bh = (u64)b * heads + hv;
   float top[ROWS], mass[ROWS], sum[ROWS][WIDE][4];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
@@ -126,6 +128,7 @@ template <int ROWS> DEVICE void finish(const Params& p) {
 #pragma unroll
       for (int k = 0; k < PARTS; ++k) x += parts[k][r][d];
     store(p.out, (((u64)b * p.kv_heads + hv / BLOCKS) * GROUP + g) * V_DIM + d, x);
+  }  __syncthreads();  // sums are used again
   }
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 1) finish_one(const __grid_constant__ Params p) { finish<1>(p); }

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing new tokens with the CUDA C++ kernels: checks, and the one or two launches of a call."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import OscarError
+from ...layout import PAGE, PageLayout
+from ..base import StoreTables, Windows
+from .store_launch import load_store
+from .store_spec import StoreParams, StoreSpec
+from .store_tables import PreparedTables, prepared
+
+_ROW_THREADS = 256  # as in store.cu
+
+
+class Kernels(Protocol):
+    """Loaded kernels: on a device (store_launch.py), or emulated by the tests."""
+
+    spec: StoreSpec
+    blocks: int
+
+    def launch(self, name: str, grid: tuple[int, int], threads: int, shared: int, params: StoreParams) -> None: ...
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise OscarError(f"store: {message}")
+
+
+def _check_arguments(
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    start: Tensor,
+    count: Tensor,
+    w: Windows,
+    t: StoreTables,
+    layout: PageLayout,
+) -> None:
+    """Shapes, dtypes, devices. Values on the device (lengths, block numbers) are not read: that would synchronise."""
+    _require(
+        pages.ndim == 3 and pages.dtype == torch.uint8 and pages.shape[2] == layout.page_bytes,
+        f"pages must be uint8 [pool, kv_heads, {layout.page_bytes}], got {pages.dtype} {tuple(pages.shape)}",
+    )
+    kv, batch, dtype = pages.shape[1], k.shape[0] if k.ndim else 0, k.dtype
+    for name, x, d in (("k", k, layout.k_dim), ("v", v, layout.v_dim)):
+        _require(
+            x.ndim == 4 and x.shape[:2] == (batch, kv) and x.shape[3] == d,
+            f"{name} must be [batch, {kv}, n, {d}], got {tuple(x.shape)}",
+        )
+        _require(x.stride(3) == 1, f"{name}'s last dimension must be contiguous, its stride is {x.stride(3)}")
+    _require(k.shape[2] == v.shape[2], f"k has {k.shape[2]} rows a request, v has {v.shape[2]}")
+    _require(
+        block_table.ndim == 2 and block_table.shape[0] == batch,
+        f"block_table must be [{batch}, max_pages], got {tuple(block_table.shape)}",
+    )
+    for name, x in (("start", start), ("count", count)):
+        _require(tuple(x.shape) == (batch,), f"{name} must be [{batch}], got {tuple(x.shape)}")
+    windows = (
+        ("sink_k", w.sink_k, layout.k_dim),
+        ("sink_v", w.sink_v, layout.v_dim),
+        ("ring_k", w.ring_k, layout.k_dim),
+        ("ring_v", w.ring_v, layout.v_dim),
+    )
+    for name, x, d in windows:
+        _require(
+            x.ndim == 4 and x.shape[1] == kv and x.shape[3] == d,
+            f"{name} must be [slots, {kv}, rows, {d}], got {tuple(x.shape)}",
+        )
+        _require(w.slots is not None or x.shape[0] >= batch, f"{name} has {x.shape[0]} slots for {batch} requests")
+    for name, x in (("v", v), *((name, x) for name, x, _ in windows)):
+        _require(x.dtype == dtype, f"{name} is {x.dtype}, k is {dtype}: rows and windows must have one dtype")
+    _require(
+        w.sink_k.shape[2] == w.sink_v.shape[2] and w.ring_k.shape[2] == w.ring_v.shape[2],
+        "K and V windows differ in rows",
+    )
+    _require(
+        w.ring_k.shape[2] >= PAGE,
+        f"the ring has {w.ring_k.shape[2]} rows: a page is written from its last {PAGE}, so it must have as many",
+    )
+    for name, table, shape in (
+        ("k_centre", t.k_centre, (kv, layout.k_dim)),
+        ("v_centre", t.v_centre, (kv, layout.v_dim)),
+        ("k_rotation", t.k_rotation, (kv, layout.k_dim, layout.k_dim)),
+        ("v_rotation", t.v_rotation, (kv, layout.v_dim, layout.v_dim)),
+        ("upper", t.upper, (kv, layout.k_dim, layout.k_dim)),
+        ("diagonal", t.diagonal, (kv, layout.k_dim)),
+    ):
+        if table is not None:
+            _require(
+                tuple(table.shape) == shape and table.dtype == torch.float32 and table.is_contiguous(),
+                f"{name} must be contiguous float32 {shape}, got {table.dtype} {tuple(table.shape)}",
+            )
+            _require(table.device == k.device, f"{name} is on {table.device}, k on {k.device}")
+    _require((t.upper is None) == (t.diagonal is None), "upper and diagonal come together or not at all")
+    for x in (block_table, start, count, *([] if w.slots is None else [w.slots])):
+        _require(x.dtype == torch.int32, "block_table, start, count and slots must be int32")
+    whole = [pages, block_table, start, count, *(x for _, x, _ in windows), *([] if w.slots is None else [w.slots])]
+    for x in (v, *whole):
+        _require(x.device == k.device, "every tensor must be on k's device")
+    for x in whole:
+        _require(x.is_contiguous(), "every tensor but k and v must be contiguous")
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x where its rows can be read 16 bytes at a time, else a copy."""
+    ready = x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:3])
+    return x if ready else x.clone(memory_format=torch.contiguous_format)
+
+
+def run(
+    kernels: Kernels,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    start: Tensor,
+    count: Tensor,
+    windows: Windows,
+    tables: PreparedTables,
+) -> None:
+    """One call with kernels already chosen. Only shapes decide anything here, so a CUDA graph can capture it."""
+    spec = kernels.spec
+    (batch, kv, n, _), rows = k.shape, windows.ring_k.shape[2]
+    if batch == 0 or n == 0:
+        return
+    k, v = _aligned(k), _aligned(v)
+    request_pages = -(-n // PAGE)
+    # New rows overwrite ring rows that a page is made of only if there are many of them; else one launch does.
+    one_launch = n <= rows - PAGE + 1
+    units = batch * request_pages
+    groups = 1 if one_launch else min(spec.groups, units)
+    parts = units if one_launch else max(1, min(kernels.blocks // kv, -(-units // groups)))
+    row_blocks = min(64, -(-min(n, rows) * max(spec.layout.k_dim, spec.layout.v_dim) // 8 // _ROW_THREADS))
+
+    def at(x: Tensor | None) -> int | None:
+        return None if x is None else x.data_ptr()
+
+    params = StoreParams(
+        at(k), at(v), at(pages), at(block_table), at(start), at(count), at(windows.slots), at(windows.sink_k),
+        at(windows.sink_v), at(windows.ring_k), at(windows.ring_v), at(tables.k.factor), at(tables.v.factor),
+        at(tables.k.rotation), at(tables.v.rotation), at(tables.k.centre), at(tables.v.centre), at(tables.k.shift),
+        at(tables.v.shift), at(tables.k.unscale), at(tables.v.unscale), at(tables.upper_factor), at(tables.upper),
+        at(tables.upper_unscale), at(tables.metric), *k.stride()[:3], *v.stride()[:3], batch, kv, n,
+        block_table.shape[1], windows.sink_k.shape[2], rows, request_pages, groups, parts, one_launch, one_launch,
+        row_blocks,
+    )  # fmt: skip
+    grid = (parts * kv, 2 if one_launch else 1)
+    kernels.launch("store_pages", grid, groups * spec.group_threads, groups * spec.group_bytes, params)
+    if not one_launch:
+        kernels.launch("store_rows", (row_blocks, batch * kv), _ROW_THREADS, 0, params)
+
+
+class CudaStore:
+    """The CUDA C++ implementation of ``base.StoreKernel``. Keyword arguments override the tuning (see StoreSpec).
+
+    k and v that are not aligned to 16 bytes (pointer and strides) are copied first. The first call with a layer's
+    tables prepares them: make it before a CUDA graph captures calls. Pages beyond the block table are not written.
+    """
+
+    def __init__(self, **tuning: int) -> None:
+        self.tuning = tuning
+
+    def __call__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        pages: Tensor,
+        block_table: Tensor,
+        start: Tensor,
+        count: Tensor,
+        windows: Windows,
+        tables: StoreTables,
+        layout: PageLayout,
+    ) -> None:
+        _check_arguments(k, v, pages, block_table, start, count, windows, tables, layout)
+        _require(k.is_cuda, f"the CUDA kernels need tensors on a CUDA device, k is on {k.device}")
+        with torch.cuda.device(k.device):
+            capability = torch.cuda.get_device_capability(k.device)
+            spec = StoreSpec.choose(layout, k.dtype, tables, capability, **self.tuning)
+            kernels = load_store(spec, k.device.index)
+            run(kernels, k, v, pages, block_table, start, count, windows, prepared(tables))

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store kernels of one specialisation, loaded on one device."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+from .compiler import compile_cached
+from .launch import _check, _driver
+from .store_spec import STORE_HEADERS, StoreParams, StoreSpec
+
+
+class StoreKernels:
+    """``blocks``: thread blocks of one full wave of ``store_pages``."""
+
+    def __init__(self, spec: StoreSpec, device: int) -> None:
+        self.spec, self.device = spec, device
+        d = _driver()
+        self._module = _check(
+            d.cuModuleLoadData(compile_cached("store.cu", spec.header, spec.capability, STORE_HEADERS))
+        )
+        self.functions: dict[str, Any] = {
+            name: _check(d.cuModuleGetFunction(self._module, name.encode())) for name in ("store_pages", "store_rows")
+        }
+        pages, size = self.functions["store_pages"], spec.shared_bytes
+        attribute = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check((*d.cuFuncSetAttribute(pages, attribute, size), None))
+        per = _check(d.cuOccupancyMaxActiveBlocksPerMultiprocessor(pages, spec.groups * spec.group_threads, size))
+        self.blocks = max(1, per) * torch.cuda.get_device_properties(device).multi_processor_count
+
+    def launch(self, name: str, grid: tuple[int, int], threads: int, shared: int, params: StoreParams) -> None:
+        """Launch on the current stream."""
+        d = _driver()
+        config = d.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared
+        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
+        config.attrs, config.numAttrs = [], 0
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        _check((*d.cuLaunchKernelEx(config, self.functions[name], ctypes.addressof(arguments), 0), None))
+
+
+@cache
+def load_store(spec: StoreSpec, device: int) -> StoreKernels:
+    """Compile (or find) and load; once a process, specialisation and device."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device).synchronize()  # makes the primary context current
+        return StoreKernels(spec, device)
