@@ -32,13 +32,13 @@ class Tuning:
     stages: int | None = None
     programs: int | None = None
 
-    def choose(self, layout: PageLayout) -> tuple[int, int, int]:
-        """(warps, stages, programs a multiprocessor)."""
+    def choose(self, layout: PageLayout, rows: int = 1) -> tuple[int, int, int]:
+        """(warps, stages, programs a multiprocessor) for so many (request, KV head) pairs."""
         # One warp: its loads are its own MMA operands, and the MMAs of 16 rows cannot be shared out. Head sizes that
         # are no powers of two load words where they are needed, which takes more registers than one warp has.
         odd = any(d & (d - 1) for d in (layout.k_dim, layout.v_dim))
         warps = self.warps or (4 if odd else 1)
-        return warps, self.stages or (1 if odd else 2), self.programs or (4 if odd else 8)
+        return warps, self.stages or (1 if odd else 2), self.programs or (4 if odd else 24 if rows >= 32 else 8)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -111,9 +111,9 @@ class TritonDecode:
         group = q_heads // kv
         head_blocks = -(-group // ROWS.value)
         k_pad, v_pad = checks.next_power_of_2(dk), checks.next_power_of_2(dv)
-        warps, stages, programs = self.tuning.choose(layout)
         # Shapes alone decide the grid, so that a graph can be replayed while lengths change on the device.
         rows = batch * kv * head_blocks
+        warps, stages, programs = self.tuning.choose(layout, rows)  # 24 measured at 64 and 256 pairs, 8 at 8
         pieces = min(max_pages, MAX_PIECES, max(1, programs * _multiprocessors(q.device) // rows))
         sink_rows, ring_rows = w.sink_k.shape[2], w.ring_k.shape[2]
         sink_items = -(-sink_rows // 64)
