@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from oscar_kv.kernels.cuda.compiler import source
-from oscar_kv.kernels.cuda.launch import FINISH_THREADS, PREPARE_THREADS
+from oscar_kv.kernels.cuda.launch import THREADS
 from oscar_kv.kernels.cuda.spec import DecodeSpec, Params
 
 MAIN = """
@@ -83,7 +83,7 @@ class EmulatedKernels:
     late: bool = True
 
     def launch(self, name: str, grid: tuple[int, int], params: Params) -> None:
-        threads = {"prepare": PREPARE_THREADS, "decode": 32 * self.spec.warps}.get(name.split("_")[0], FINISH_THREADS)
+        threads = THREADS.get(name, 32 * self.spec.warps)
         shared = self.spec.shared_bytes if name == "decode" else 0
         given = (NAMES.index(name), *grid, threads, ctypes.byref(params), shared, self.late)
         fault = build(self.spec.header).emulate(*given)

@@ -231,6 +231,7 @@ static int __shfl_sync(u32, int x, int from) { return (int)emulator::exchange({(
 DEVICE u32 shared_address(const void* p) { return (u32)((const u8*)p - emulator::shared); }
 DEVICE float ex2(float x) { return std::exp2(x); }
 DEVICE float lg2(float x) { return std::log2(x); }
+DEVICE float sqrt_of(float x) { return std::sqrt(x); }
 DEVICE float infinity() { return INFINITY; }
 DEVICE u32 pack_half(float lo, float hi) { return emulator::to_half(lo) | emulator::to_half(hi) << 16; }
 DEVICE float half_low(u32 x) { return emulator::half(x & 0xffff); }

@@ -122,7 +122,11 @@ def run(
     items, slots = batch * heads * items_a_head, kernels.blocks + batch * heads
     partial = torch.empty((slots + items) * spec.heads * layout.v_dim, dtype=torch.float32, device=device)
     lse = torch.empty((slots + items) * spec.heads, dtype=torch.float32, device=device)
-    turned = torch.empty(batch * heads * spec.heads * (layout.k_dim + 1), dtype=torch.float32, device=device)
+    pieces, columns = batch * heads, spec.columns
+    query = torch.empty(pieces * layout.k_dim * spec.tiles * 4, dtype=torch.int32, device=device)
+    query_sum = torch.empty(pieces * spec.prepare_parts * columns, dtype=torch.float32, device=device)
+    query_step = torch.empty(pieces, dtype=torch.float32, device=device)
+    query_centre = torch.empty(pieces * spec.heads, dtype=torch.float32, device=device)
     ranges = torch.empty(2 + 2 * batch * heads, dtype=torch.int32, device=device)
     natural = layout.k_dim**-0.5 if scale is None else scale
     log2e = 1 / math.log(2)
@@ -148,8 +152,10 @@ def run(
         at(windows.ring_v),
         at(partial),
         at(lse),
-        at(turned),
-        turned.data_ptr() + 4 * batch * heads * spec.heads * layout.k_dim,
+        at(query),
+        at(query_sum),
+        at(query_step),
+        at(query_centre),
         at(ranges),
         at(out),
         batch,
@@ -172,9 +178,9 @@ def run(
     )
     kernels.launch("decode", (kernels.blocks, 1), params)
     many = batch * heads * spec.heads > kernels.multiprocessors
-    pieces = heads * -(-spec.heads // (spec.finish_rows if many else 1))
-    requests = max(1, min(batch, 3 * kernels.multiprocessors // pieces))
-    kernels.launch("finish_many" if many else "finish_one", (requests if many else batch, pieces), params)
+    row_blocks = heads * -(-spec.heads // (spec.finish_rows if many else 1))
+    requests = max(1, min(batch, 4 * kernels.multiprocessors // row_blocks)) if many else batch
+    kernels.launch("finish_many" if many else "finish_one", (requests, row_blocks), params)
     return out
 
 

@@ -14,7 +14,7 @@ from ...errors import OscarError
 from .compiler import compile_cached
 from .spec import DecodeSpec, Params
 
-PREPARE_THREADS, FINISH_THREADS = 256, 512  # as in prepare.cu and finish.cu
+THREADS = {"prepare_one": 256, "prepare_many": 256, "finish_one": 512, "finish_many": 256}  # as in the sources
 _FILES = {"prepare_one": "prepare.cu", "prepare_many": "prepare.cu", "finish_one": "finish.cu", "finish_many": "finish.cu", "decode": "decode.cu"}
 
 
@@ -59,7 +59,7 @@ class DeviceKernels:
     def launch(self, name: str, grid: tuple[int, int], params: Params) -> None:
         """Launch on the current stream. Where the device can chain kernels, the one after the first starts early."""
         d = _driver()
-        threads = {"prepare": PREPARE_THREADS, "decode": 32 * self.spec.warps}.get(name.split("_")[0], FINISH_THREADS)
+        threads = THREADS.get(name, 32 * self.spec.warps)
         config = d.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1

@@ -20,7 +20,8 @@ _POINTERS = (
     ("v_centre", "const float*"), ("pages", "const u8*"), ("block_table", "const int*"), ("hist_start", "const int*"),
     ("hist_end", "const int*"), ("seq_len", "const int*"), ("slots", "const int*"), ("sink_k", "const u8*"),
     ("sink_v", "const u8*"), ("ring_k", "const u8*"), ("ring_v", "const u8*"), ("partial", "float*"),
-    ("partial_lse", "float*"), ("turned", "float*"), ("turned_centre", "float*"), ("ranges", "int*"), ("out", "u8*"),
+    ("partial_lse", "float*"), ("query", "u32*"), ("query_sum", "float*"),
+    ("query_step", "float*"), ("query_centre", "float*"), ("ranges", "int*"), ("out", "u8*"),
 )  # fmt: skip
 _INTS = (
     "batch",

@@ -8,6 +8,8 @@
 constexpr int COLUMNS = 8 * TILES;
 constexpr int BLOCKS = (GROUP + COLUMNS - 1) / COLUMNS;
 constexpr int HEADS = (GROUP + BLOCKS - 1) / BLOCKS;  // query heads a block
+// A block's query heads as prepare.cu leaves them: 8 bytes a lane and MMA, and sums over PARTS pieces of the dimensions.
+constexpr int QUERY_WORDS = K_DIM * TILES * 4, PART = 32, PARTS = (K_DIM + PART - 1) / PART;
 
 #if WINDOW_BF16
 DEVICE float raw_low(u32 x) { return bf16_low(x); }

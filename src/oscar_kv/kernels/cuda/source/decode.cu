@@ -162,53 +162,43 @@ struct Ring {
   }
 };
 
-// A segment's query heads, turned by prepare.cu, as the B operand of the MMAs at a power of two. The operand lies in
-// shared memory, 8 bytes a lane and MMA, of each warp its own: registers bound the number of warps.
+// A segment's query heads, as prepare.cu left them: the B operand of the MMAs. It lies in shared memory, each warp's own:
+// registers bound the number of warps. Fetched while the segment before is put away.
 struct Query {
-  Word2* words;
+  const Word2* words;
   float sum[TILES][2], centre[SOFTCAP ? TILES : 1][2], step_factor;
-  DEVICE void load(const Params& p, u64 bh) {
-    const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
-    float2 x[TILES][K_DIM / 8];
-    float top = 0.f;
+};
+struct Fetch {
+  static constexpr int CHUNKS = (QUERY_WORDS / 4 + 31) / 32;  // of 16 bytes a lane
+  Word4 x[CHUNKS];
+  Query query;
+  DEVICE void ask(const Params& p, u64 bh) {
+    const int lane = threadIdx.x % 32, quad = lane % 4;
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i)
+      if ((i * 32 + lane) * 4 < QUERY_WORDS) x[i] = *(const Word4*)(p.query + bh * QUERY_WORDS + (i * 32 + lane) * 4);
+    query.step_factor = p.query_step[bh];
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
-      const float* from = p.turned + (bh * HEADS + (8 * n + row < HEADS ? 8 * n + row : 0)) * K_DIM + 2 * quad;
+      query.sum[n][0] = query.sum[n][1] = 0.f;
 #pragma unroll
-      for (int j = 0; j < K_DIM / 8; ++j) x[n][j] = *(const float2*)(from + 8 * j);
-#pragma unroll
-      for (int k = 0; k < 2 && SOFTCAP; ++k) centre[n][k] = 8 * n + 2 * quad + k < HEADS ? p.turned_centre[bh * HEADS + 8 * n + 2 * quad + k] : 0.f;
-    }
-#pragma unroll
-    for (int n = 0; n < TILES; ++n)
-#pragma unroll
-      for (int j = 0; j < K_DIM / 8; ++j) {  // a head with infinities spoils itself alone
-        if (fabsf(x[n][j].x) < infinity()) top = fmaxf(top, fabsf(x[n][j].x));
-        if (fabsf(x[n][j].y) < infinity()) top = fmaxf(top, fabsf(x[n][j].y));
+      for (int part = 0; part < PARTS; ++part) {
+        const float2 y = *(const float2*)(p.query_sum + (bh * PARTS + part) * COLUMNS + 8 * n + 2 * quad);
+        query.sum[n][0] += y.x, query.sum[n][1] += y.y;
       }
 #pragma unroll
-    for (int i = 1; i < 32; i *= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, i));
-    // Power of two that brings the largest entry into [2^13, 2^14): far from overflow, and 2^-27 of it is still normal.
-    int exponent = (int)((__float_as_uint(top) >> 23) & 255) - 127;
-    exponent = max(-80, min(exponent, 100));
-    const float up = __uint_as_float((u32)(127 + 13 - exponent) << 23), down = __uint_as_float((u32)(127 - 13 + exponent) << 23);
-    step_factor = down * 16777216.f;
-#pragma unroll
-    for (int n = 0; n < TILES; ++n) {
-      float total = 0.f;
-#pragma unroll
-      for (int j = 0; j < K_DIM / 8; ++j) {
-        const float f = up / (1 << target_bit<K_BITS>(j));
-        const u32 pair = 8 * n + row < HEADS ? pack_half(x[n][j].x * f, x[n][j].y * f) : 0;
-        Word2* to = words + (j / 2 * TILES + n) * 32 + lane;
-        if (j % 2) to->y = pair; else to->x = pair;
-        total += (half_low(pair) + half_high(pair)) * (float)(1 << target_bit<K_BITS>(j));
-      }
-      total += __shfl_xor_sync(FULL, total, 1);
-      total += __shfl_xor_sync(FULL, total, 2);
-#pragma unroll
-      for (int k = 0; k < 2; ++k) sum[n][k] = __shfl_sync(FULL, total, 4 * (2 * quad + k)) * down;
+      for (int k = 0; k < 2 && SOFTCAP; ++k)
+        query.centre[SOFTCAP ? n : 0][k] = 8 * n + 2 * quad + k < HEADS ? p.query_centre[bh * HEADS + 8 * n + 2 * quad + k] : 0.f;
     }
+  }
+  DEVICE Query take(u8* room) {
+    __syncwarp();  // nobody reads the last one any more
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i)
+      if ((i * 32 + threadIdx.x % 32) * 4 < QUERY_WORDS) *(Word4*)(room + (i * 32 + threadIdx.x % 32) * 16) = x[i];
+    __syncwarp();
+    query.words = (const Word2*)room;
+    return query;
   }
 };
 
@@ -289,11 +279,11 @@ struct Walk {
   }
 };
 
-// This warp's pages of one segment.
-DEVICE void history(const Params& p, Ring& ring, Walk& walk, State& s, Desk& desk, const Query& q, const Line& line, int buffer) {
+// This warp's pages of one segment. Whether nothing of it has been left on the desk yet.
+DEVICE bool history(const Params& p, Ring& ring, Walk& walk, State& s, Desk& desk, const Query& q, const Line& line, int buffer) {
   const int lane = threadIdx.x % 32, row = lane / 4;
   const int start = p.hist_start[line.b], end = p.hist_end[line.b], first = start / PAGE;
-  const float* centre = p.turned_centre + line.bh(p) * HEADS;
+  const float* centre = p.query_centre + line.bh(p) * HEADS;
   int pages = 0;
   bool left = false;
   for (int page = line.from + line.skew; page < line.to; page += WARPS) {
@@ -386,7 +376,7 @@ DEVICE void history(const Params& p, Ring& ring, Walk& walk, State& s, Desk& des
     __syncwarp();  // the stage may be overwritten by the next step's request
     ring.advance();
   }
-  leave(s, desk, centre, buffer, !left);
+  return !left;
 }
 
 // Window item: item_tokens raw tokens of one request and KV head, for one warp. Writes its own partial.
@@ -407,12 +397,8 @@ struct Rows {
     v = (in_sink ? p.sink_v : p.ring_v) + at * (V_DIM * 2);
   }
 };
-// Ask for the first rows of an item, so that they are near when their turn comes.
-constexpr int PREFETCH = 32;  // tokens: all of a long item would push itself out of L2
-DEVICE void prefetch_window(const Params& p, int b, int hv, int from) {
-  const int lane = threadIdx.x % 32, head = hv / BLOCKS, slot = slot_of(p, b);
-  const int sink = p.hist_start[b], recent_from = max(p.hist_end[b], sink);
-  const int to = min(from + min(p.item_tokens, PREFETCH), sink + max(p.seq_len[b] - recent_from, 0));
+DEVICE void prefetch_rows(const Params& p, int slot, int head, int from, int to, int sink, int recent_from) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int i = from + lane / 2; i < to; i += 16) {
     const Rows r(p, slot, head, i, sink, recent_from);
@@ -423,6 +409,14 @@ DEVICE void prefetch_window(const Params& p, int b, int hv, int from) {
     for (int k = 0; k < V_DIM * 2; k += 256)
       if (k + lane % 2 * 128 < V_DIM * 2) prefetch(r.v + k + lane % 2 * 128);
   }
+}
+// Ask for the first rows of an item, so that they are near when their turn comes.
+constexpr int PREFETCH = 32;  // tokens: all of a long item would push itself out of L2
+DEVICE void prefetch_window(const Params& p, int b, int hv, int from) {
+  const int head = hv / BLOCKS, slot = slot_of(p, b);
+  const int sink = p.hist_start[b], recent_from = max(p.hist_end[b], sink);
+  const int to = min(from + min(p.item_tokens, PREFETCH), sink + max(p.seq_len[b] - recent_from, 0));
+  prefetch_rows(p, slot, head, from, to, sink, recent_from);
 }
 DEVICE void window(const Params& p, int b, int hv, int from, u64 to_slot) {
   const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
@@ -451,6 +445,7 @@ DEVICE void window(const Params& p, int b, int hv, int from, u64 to_slot) {
   }
 #pragma unroll 1
   for (int first = from; first < to; first += 16) {
+    if (first + 32 < to) prefetch_rows(p, slot, head, first + 32, min(first + 48, to), sink, recent_from);
     float score[TILES][2][2];
     u32 values[V_DIM / 16][4];
     auto load_values = [&]() {
@@ -570,23 +565,26 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
   wait_for_predecessor();
   release_successor();  // not before: finish.cu reads what prepare.cu has written
   int segment = 0;
+  u8* room = shared + QUERY_OFFSET + warp * (QUERY_WORDS * 4);
+  Fetch fetch;
+  if (line.open()) fetch.ask(p, line.bh(p));
 #pragma unroll 1
-  for (; line.open(); line.next(p), ++segment) {
+  for (; line.open(); ++segment) {
     const int buffer = segment % BUFFERS, collector = segment % WARPS;
     if (segment >= BUFFERS && warp != (segment - BUFFERS) % WARPS) named_wait(1 + BUFFERS + buffer, WARPS * 32);  // it is free
-    Query query;
-    query.words = (Word2*)(shared + QUERY_OFFSET) + warp * (K_DIM / 16 * TILES * 32);
-    __syncwarp();
-    query.load(p, line.bh(p));
-    __syncwarp();
+    const Query query = fetch.take(room);
     State s;
     s.reset();
-    history(p, ring, walk, s, desk, query, line, buffer);
+    const bool first = history(p, ring, walk, s, desk, query, line, buffer);
+    const u64 bh = line.bh(p);
+    line.next(p);
+    if (line.open()) fetch.ask(p, line.bh(p));
+    leave(s, desk, p.query_centre + bh * HEADS, buffer, first);
     if (warp != collector) {
       named_arrive(1 + buffer, WARPS * 32);
     } else {
       named_wait(1 + buffer, WARPS * 32);
-      collect(p, desk, buffer, c + line.bh(p));
+      collect(p, desk, buffer, c + bh);
       named_arrive(1 + BUFFERS + buffer, WARPS * 32);
     }
   }

@@ -3,16 +3,16 @@
 // that R_V^T is read once for them.
 #include "common.cuh"
 
-constexpr int THREADS = 512, FINISH_WARPS = THREADS / 32;
 #if WINDOW_BF16
 DEVICE void store(u8* x, u64 i, float y) { ((unsigned short*)x)[i] = (unsigned short)pack_bf16(y, y); }
 #else
 DEVICE void store(u8* x, u64 i, float y) { ((unsigned short*)x)[i] = (unsigned short)pack_half(y, y); }
 #endif
 
-template <int ROWS> DEVICE void finish(const Params& p) {
+template <int ROWS, int THREADS> DEVICE void finish(const Params& p) {
+  constexpr int FINISH_WARPS = THREADS / 32;
   constexpr int WIDE = (V_DIM + 127) / 128, AT_ONCE = ROWS >= 4 ? 1 : 4 / ROWS;
-  constexpr int PARTS = THREADS / V_DIM > 4 ? 4 : THREADS / V_DIM, DEPTH = V_DIM / PARTS;
+  constexpr int PARTS = THREADS / V_DIM >= 4 ? 4 : THREADS / V_DIM >= 2 ? 2 : 1, DEPTH = V_DIM / PARTS;
   constexpr bool EARLY = DEPTH <= 32;  // R_V^T fits in registers: read it while the decode kernel still runs
   __shared__ float sums[FINISH_WARPS][ROWS][V_DIM], tops[FINISH_WARPS][ROWS], masses[FINISH_WARPS][ROWS], old[ROWS][V_DIM];
   const int heads = p.kv_heads * BLOCKS, per = (HEADS + ROWS - 1) / ROWS;
@@ -131,5 +131,5 @@ template <int ROWS> DEVICE void finish(const Params& p) {
   }  __syncthreads();  // sums are used again
   }
 }
-extern "C" __global__ void __launch_bounds__(THREADS, 1) finish_one(const __grid_constant__ Params p) { finish<1>(p); }
-extern "C" __global__ void __launch_bounds__(THREADS, 1) finish_many(const __grid_constant__ Params p) { finish<FINISH_ROWS>(p); }
+extern "C" __global__ void __launch_bounds__(512, 1) finish_one(const __grid_constant__ Params p) { finish<1, 512>(p); }
+extern "C" __global__ void __launch_bounds__(256, 3) finish_many(const __grid_constant__ Params p) { finish<FINISH_ROWS, 256>(p); }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Before the decode kernel: query heads, scaled and multiplied by R_K, their products with the keys' centre, and which
-// thread blocks of the decode kernel will hold the pages of a (request, head), for finish.cu.
+// Before the decode kernel: query heads, scaled and multiplied by R_K, as the operands of its MMAs; their products with
+// the keys' centre; and which of its thread blocks will hold the pages of a (request, head), for finish.cu.
 // One block takes 32 columns of R_K for TIMES requests, so that R_K comes once and all at a time.
 #include "common.cuh"
 
-constexpr int PREPARE_THREADS = 256, PREPARE_WARPS = PREPARE_THREADS / 32, PART = 32, PARTS = (K_DIM + PART - 1) / PART;
+constexpr int PREPARE_THREADS = 256, PREPARE_WARPS = PREPARE_THREADS / 32;
 constexpr int TURN_GROUPS = PREPARE_THREADS / (PART / 4), TURN_ROWS = (K_DIM + TURN_GROUPS - 1) / TURN_GROUPS;
 
 // A block of its own: one warp a (request, head) in turn.
@@ -27,9 +27,20 @@ DEVICE void find_ranges(const Params& p, int b0, int times) {
   }
 }
 
+// Power of two that brings the largest entry below 2^14, far from overflow, and that of its inverse. R_K is orthogonal, so
+// no entry exceeds the norm of its head; 2^-23 of the norm is still normal. A head with infinities spoils itself alone.
+struct Range {
+  float up, down;
+  DEVICE Range(float norm) {
+    int exponent = (int)((__float_as_uint(norm) >> 23) & 255) - 127;
+    exponent = max(-80, min(exponent, 100));
+    up = __uint_as_float((u32)(127 + 13 - exponent) << 23), down = __uint_as_float((u32)(127 - 13 + exponent) << 23);
+  }
+};
+
 template <int TIMES> DEVICE void prepare(const Params& p) {
   constexpr int ALL = HEADS * TIMES;
-  __shared__ float raw[ALL][K_DIM], sums[PREPARE_WARPS][ALL][PART];
+  __shared__ float raw[ALL][K_DIM], sums[PREPARE_WARPS][ALL][PART], norms[ALL];
 #if CHAIN_FIRST
   wait_for_predecessor();
 #endif
@@ -57,15 +68,19 @@ template <int TIMES> DEVICE void prepare(const Params& p) {
     *(float2*)&raw[row][d] = {raw_low(pair) * p.query_scale, raw_high(pair) * p.query_scale};
   }
   __syncthreads();
-  auto place = [&](int row) { return ((u64)(b0 + row / HEADS) * heads + hv) * HEADS + row % HEADS; };
-  if (part == 0)
-    for (int row = warp; row < ALL; row += PREPARE_WARPS) {
-      float sum = 0.f;
-      for (int i = lane; i < K_DIM; i += 32) sum += raw[row][i] * p.k_centre[head * K_DIM + i];
-#pragma unroll
-      for (int i = 1; i < 32; i *= 2) sum += __shfl_xor_sync(FULL, sum, i);
-      if (lane == 0 && b0 + row / HEADS < p.batch) p.turned_centre[place(row)] = sum;
+  for (int row = warp; row < ALL; row += PREPARE_WARPS) {
+    float sum = 0.f, square = 0.f;
+    for (int i = lane; i < K_DIM; i += 32) {
+      const float x = raw[row][i];
+      square += x * x;
+      if (part == 0) sum += x * p.k_centre[head * K_DIM + i];
     }
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) sum += __shfl_xor_sync(FULL, sum, i), square += __shfl_xor_sync(FULL, square, i);
+    if (lane == 0) norms[row] = square < infinity() ? square : 0.f;
+    if (part == 0 && lane == 0 && b0 + row / HEADS < p.batch)
+      p.query_centre[((u64)(b0 + row / HEADS) * heads + hv) * HEADS + row % HEADS] = sum;
+  }
   if (p.k_rotation) {
 #pragma unroll
     for (int g = 0; g < ALL; ++g) {
@@ -84,19 +99,35 @@ template <int TIMES> DEVICE void prepare(const Params& p) {
       }
       if (lane < 8) *(float4*)&sums[warp][g][4 * lane] = sum;
     }
-    __syncthreads();
   }
-  for (int i = tid; i < ALL * PART; i += PREPARE_THREADS) {
-    const int row = i / PART, c = part * PART + i % PART;
-    if (c >= K_DIM || b0 + row / HEADS >= p.batch) continue;
-    float sum = 0.f;
-    if (!p.k_rotation) {
-      sum = raw[row][c];
-    } else {
+  __syncthreads();
+  // A pair of columns a thread, 16 threads a head; columns of the MMA beyond the heads are zero.
+  for (int i = tid; i < TIMES * COLUMNS * (PART / 2); i += PREPARE_THREADS) {
+    const int pair = i % (PART / 2), n = i / (PART / 2) % COLUMNS, time = i / (PART / 2) / COLUMNS;
+    const int c = part * PART + 2 * pair, j = c / 8, row = time * HEADS + n;
+    const bool real = n < HEADS && c < K_DIM;
+    float x = 0.f, y = 0.f, top = 0.f;
 #pragma unroll
-      for (int w = 0; w < PREPARE_WARPS; ++w) sum += sums[w][row][i % PART];
+    for (int g = 0; g < HEADS; ++g) top = fmaxf(top, norms[time * HEADS + g]);
+    const Range range(sqrt_of(top));
+    if (real && !p.k_rotation) x = raw[row][c], y = raw[row][c + 1];
+    if (real && p.k_rotation) {
+#pragma unroll
+      for (int w = 0; w < PREPARE_WARPS; ++w) {
+        const float2 z = *(const float2*)&sums[w][row][2 * pair];
+        x += z.x, y += z.y;
+      }
     }
-    p.turned[place(row) * K_DIM + c] = sum;
+    const float power = (float)(1 << target_bit<K_BITS>(j)), f = range.up / power;
+    const u32 word = pack_half(x * f, y * f);
+    float sum = (half_low(word) + half_high(word)) * (power * range.down);
+#pragma unroll
+    for (int k = 1; k < PART / 2; k *= 2) sum += __shfl_xor_sync(FULL, sum, k);
+    const u64 bh = (u64)(b0 + time) * heads + hv;
+    if (b0 + time >= p.batch) continue;
+    if (c < K_DIM) p.query[bh * QUERY_WORDS + ((j / 2 * TILES + n / 8) * 32 + n % 8 * 4 + pair % 4) * 2 + j % 2] = word;
+    if (pair == 0) p.query_sum[(bh * PARTS + part) * COLUMNS + n] = sum;
+    if (i % (COLUMNS * PART / 2) == 0 && part == 0) p.query_step[bh] = range.down * 16777216.f;
   }
 }
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS, 2) prepare_one(const __grid_constant__ Params p) { prepare<1>(p); }
