@@ -65,23 +65,16 @@ OTHERS = [
 ]
 VARIANTS: list[Tuning] = [
     {},
-    {"warps": 12, "stages": 3, "min_blocks": 1},
-    {"warps": 16, "stages": 2, "min_blocks": 1, "buffers": 1},
-    {"warps": 14, "stages": 2, "min_blocks": 1, "buffers": 1},
-    {"opening": 0},
+    {"warps": 12, "stages": 3, "min_blocks": 1, "buffers": 1},
+    {"warps": 8, "stages": 3, "min_blocks": 1},
     {"opening": 8},
-    {"opening": 32},
 ]
 WIDE_VARIANTS: list[Tuning] = [
     {},
     {"tiles": 2, "warps": 8, "stages": 2, "min_blocks": 1, "buffers": 1},
     {"tiles": 2, "warps": 8, "stages": 3, "min_blocks": 1, "buffers": 1},
-    {"tiles": 2, "warps": 11, "stages": 2, "min_blocks": 1, "buffers": 1},
 ]
-MORE_BITS: list[Tuning] = [
-    {},
-    {"warps": 16, "stages": 2, "min_blocks": 1, "buffers": 1},
-]
+MORE_BITS: list[Tuning] = [{}, {"warps": 8, "stages": 3, "min_blocks": 1}]
 TUNED = {
     Shape(32, 1): VARIANTS,
     Shape(32, 8): VARIANTS,

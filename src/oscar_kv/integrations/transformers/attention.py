@@ -148,10 +148,6 @@ def attend(
 
     if isinstance(key, StaticPending):
         return key.layer.step(module, query, key, attention_mask, kwargs)
-    if kwargs.get("sliding_window") is not None and isinstance(attention_mask, Tensor):
-        # A sliding-window layer of a cache of fixed length: ``oscar_mask`` has given the stock attention's own mask.
-        name = _stock_name(module, kwargs, None)
-        return stock_attention(module, name)(module, query, key, value, attention_mask, *args, **kwargs)
     return _attend(module, query, key, value, attention_mask, *args, **kwargs)
 
 
@@ -179,29 +175,20 @@ def _attend(
     return stock_attention(module, name)(module, query, key, value, mask, *args, **kwargs)
 
 
-def _mask_name(config: Any) -> str:
-    """The stock attention of a config whose model is enabled."""
-    from .enable import stock_name
-
-    return stock_name(config) or "sdpa"
-
-
 def oscar_mask(**arguments: Any) -> Any:
     """Mask function ``oscar``: keeps the arguments, builds nothing.
 
-    None for the decode steps of a cache of fixed length, which ask nothing of a mask. Their sliding-window layers get
-    the stock attention's mask, so that nothing is built while a graph is captured or replayed.
+    None for the decode steps of a cache of fixed length (Transformers gives its length as a tensor): they follow no
+    mask but the causal one.
     """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+    from transformers.masking_utils import causal_mask_function
 
     ready = arguments.get("attention_mask")
     if isinstance(ready, OscarMask):
         return ready
-    if arguments.get("q_length") == 1 and isinstance(arguments.get("q_offset"), Tensor):
-        if arguments.get("local_size") is not None:
-            return ALL_MASK_ATTENTION_FUNCTIONS[_mask_name(arguments.get("config"))](**arguments)
-        if arguments.get("mask_function", causal_mask_function) is causal_mask_function:
-            return None
+    plain = arguments.get("mask_function", causal_mask_function) is causal_mask_function
+    if plain and arguments.get("q_length") == 1 and isinstance(arguments.get("q_offset"), Tensor):
+        return None
     return OscarMask(arguments)
 
 

@@ -12,27 +12,24 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ...artifact import Artifact
-from ...cache import MixedLayer
-from ...cache.passes import Pass
-from ...codec import LayerCodec
 from ...errors import ArtifactError, CacheError
-from ...kernels import dense, registry
-from ...kernels.base import KernelSet, StoreTables
-from ...kernels.torch_set import kernel_set as torch_set
+from ...kernels import registry
+from ...kernels.base import KernelSet
 from . import compat, prefix
 from .attention import NAME, vouch
 from .codecs import codecs_of
 from .geometry import layer_geometries
 from .identity import attention_config
 from .layer import OscarLayer, storing
+from .serving import Serving
 from .slots import Slots
-from .static import Kit, OscarStaticLayer, StaticPending, StaticState, register_kit
+from .static import OscarStaticLayer, StaticPending
 
 log = logging.getLogger("oscar_kv")
 _RAW_BITS = 16
 
 
-class OscarCache(Cache):
+class OscarCache(Serving, Cache):
     """Keys and values of one batch in a recipe's bits; Transformers' own cache for sliding-window and other layers.
 
     The model must run attention ``oscar`` (``oscar_kv.enable``, or ``attn_implementation="oscar"``).
@@ -84,10 +81,7 @@ class OscarCache(Cache):
             raise CacheError(f"max_cache_len is {max_cache_len}, it must be at least 1 token")
         if isinstance(kernels, str) and kernels not in registry.NAMES:
             raise CacheError(f"kernels={kernels!r}: the kernels are {', '.join(registry.NAMES)}")
-        self.kernels, self.fixed_length = kernels, max_cache_len
-        self.state: StaticState | None = None
-        self._served: dict[tuple[str, torch.dtype], registry.Served] = {}
-        self._pass: tuple[Tensor | None, Pass] | None = None
+        self._init_serving(kernels, max_cache_len)
         self.slots = Slots()
         self._warned = False
         layers = compat.stock_layers(config, max_cache_len)
@@ -105,78 +99,6 @@ class OscarCache(Cache):
     def packed_layers(self) -> list[OscarLayer]:
         """The layers that are quantised."""
         return [self.layers[i] for i in self._packed]
-
-    def serve(self, device: torch.device, dtype: torch.dtype) -> registry.Served:
-        """Which kernels serve a model of this dtype on this device; chosen once. Raises OscarError."""
-        key = str(device), dtype
-        if key not in self._served:
-            served = registry.serve(device, dtype, self.artifact.recipe.step, self.kernels)
-            self._served[key] = served if self.fixed_length is None else self._serve_static(served, device)
-        return self._served[key]
-
-    def _serve_static(self, served: registry.Served, device: torch.device) -> registry.Served:
-        """Decode steps of a fixed length are one op: all of it runs on kernels that ask nothing of the host."""
-        if device.type == "cuda" and not served.stores:
-            raise CacheError(
-                f"max_cache_len={self.fixed_length}: a cache of fixed length needs kernels for decode and store, and "
-                f"here decode is by {served.decode}, store by {served.store} (recipe {self.artifact.label!r}): leave "
-                "max_cache_len out, or take a 16-bit model and a recipe with step rule 'least-squares'"
-            )
-        if served.kernels is None or not served.stores:
-            return registry.Served("torch", "torch", "torch", torch_set(), False)
-        return served
-
-    def by_kernels(self, store: MixedLayer) -> bool:
-        """Whether a layer's storage is read by a kernel set, and not by the reference."""
-        return self.serve(store.device, store.dtype).kernels is not None
-
-    def new_pass(self, store: MixedLayer, counts: list[int], valid: Tensor | None, n: int) -> Pass:
-        """What kernels need to know of a forward pass: made by its first layer, the same for the others."""
-        if self._pass is not None:
-            seen, old = self._pass
-            if seen is valid and old.n == n and old.starts == tuple(store.lengths) and old.counts == tuple(counts):
-                return old
-        with storing(store.device):
-            self._pass = valid, store.new_pass(counts, valid, n)
-        return self._pass[1]
-
-    def kit(self, index: int, store: MixedLayer) -> str:
-        """The name of what a layer's decode steps of fixed length need; the same for all caches of an artifact."""
-        served = self.serve(store.device, store.dtype)
-        assert served.kernels is not None
-        kernels = served.kernels
-        key = index, str(store.device), store.codec.dtype, id(kernels) if served.stores else kernels.name
-        if key not in self.codecs.kits:
-            if served.stores:
-                tables = self.codecs.store_tables(index, store.codec)
-            else:
-                kernels, tables = torch_set(store.codec.encode), _no_tables(store.codec)
-            kit = Kit(kernels, self.codecs.tables(index, store.codec), tables, store.codec.layout)
-            self.codecs.kits[key] = kit, register_kit(kit)
-        return self.codecs.kits[key][1]
-
-    def new_state(self, rows: int, store: MixedLayer) -> None:
-        """Make the lengths on the device, once for all layers."""
-        assert self.fixed_length is not None
-        if self.state is None:
-            self.state = StaticState(rows, store.sink, store.recent, self.fixed_length, store.device)
-
-    def pull(self) -> None:
-        """Learn from the device how far decode steps have come that ran without the host."""
-        assert self.state is not None
-        lengths, slots = self.state.seq_len.tolist(), int(self.state.slots)
-        for layer in self.packed_layers:
-            layer.take(lengths, slots)
-        first = self.packed_layers[0].store
-        if slots > self.slots.count and first is not None:
-            with storing(first.device):
-                self.slots.extend(None, first.rows, self.slots.count, slots - self.slots.count, first.device)
-
-    def push(self, layer: OscarLayer) -> None:
-        """Tell the device what a chunk has added, after the last layer."""
-        if layer is self.packed_layers[-1] and layer.store is not None and self.state is not None:
-            with storing(layer.store.device):
-                self.state.set(layer.store.lengths, layer.slots)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Add post-RoPE k, v [batch, kv_heads, n, d] to a layer. Packed layers return what only ``oscar`` can read."""
@@ -281,7 +203,9 @@ class OscarCache(Cache):
             return  # the layer says more: another attention function may be at work
         pending = any(layer.pending is not None for layer in self.packed_layers)
         fixed = self.fixed_length is not None  # lengths are the device's there, and one for all layers
-        if pending or not fixed and any(int(self.layers[i].get_seq_length()) != self.slots.count for i in self._counted):
+        if pending or (
+            not fixed and any(int(self.layers[i].get_seq_length()) != self.slots.count for i in self._counted)
+        ):
             raise CacheError(
                 f"{what}: a forward pass was interrupted, some layers hold its tokens and some do not: call "
                 "cache.reset() and give the text again"
@@ -377,7 +301,7 @@ class OscarCache(Cache):
         recipe, tokens = self.artifact.recipe, int(self.get_seq_length())
         if self.fixed_length is not None and self.state is not None:
             self.pull()
-        served = self._served_now()
+        served = self.served_now()
         return {
             "recipe": self.artifact.label,
             "artifact_sha256": self.codecs.sha256,
@@ -392,20 +316,12 @@ class OscarCache(Cache):
             "bytes": self.nbytes,
         }
 
-    def _served_now(self) -> dict[str, str] | None:
-        store = next((layer.store for layer in self.packed_layers if layer.store is not None), None)
-        if store is None:
-            return None
-        out = self.serve(store.device, store.dtype).as_dict()
-        used = dense.chosen(store.device)
-        return {**out, "prefill": f"{out['prefill']}, {' / '.join(used)}" if used and out["prefill"] != "torch" else
-                out["prefill"]}  # fmt: skip
-
     def __repr__(self) -> str:
-        served = self._served_now()
+        served = self.served_now()
         kernels = "no tokens yet" if served is None else f"kernels {served['decode']}"
         fixed = "" if self.fixed_length is None else f" of {self.fixed_length}"
-        return f"OscarCache({self.artifact.label}, {int(self.get_seq_length())} slots{fixed}, {self.nbytes} bytes, {kernels})"
+        tokens = f"{int(self.get_seq_length())} slots{fixed}"
+        return f"OscarCache({self.artifact.label}, {tokens}, {self.nbytes} bytes, {kernels})"
 
     def save_prefix(self, path: str | Path) -> Path:
         """Write all tokens to a safetensors file; generation goes on from it bit-identically. See ``load_prefix``."""
@@ -426,11 +342,6 @@ class OscarCache(Cache):
             if self.fixed_length is not None:
                 self.push(self.packed_layers[-1])
         return self
-
-
-def _no_tables(codec: LayerCodec) -> StoreTables:
-    """For a store that has a codec and reads no tables."""
-    return StoreTables(None, codec.k.centre, None, codec.v.centre, None, None, codec.recipe.unbiased)
 
 
 def _check_config(artifact: Artifact, config: Any, remedy: str) -> None:

@@ -73,11 +73,6 @@ _states: weakref.WeakSet[Enabled] = weakref.WeakSet()
 """Of all enabled models that are alive: two of them may hold one config object."""
 
 
-def stock_name(config: Any) -> str | None:
-    """The attention before ``enable`` of whichever enabled model holds this config object."""
-    return next((name for state in _states if (name := state.stock_name(config)) is not None), None)
-
-
 def enable(
     model: Model,
     artifact: Artifact | str | Path,
@@ -194,8 +189,8 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
 
     if (implementation := setting("cache_implementation")) is not None:
         raise CacheError(
-            f"cache_implementation={implementation!r} asks for another cache than the packed one: leave it out, or "
-            "oscar_kv.disable(model)"
+            f"cache_implementation={implementation!r} asks for another cache than the packed one: leave it out (for a "
+            "static one pass OscarCache(artifact, model.config, max_cache_len=…)), or oscar_kv.disable(model)"
         )
     if given:
         for name, cache in given.items():
