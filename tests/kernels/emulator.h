@@ -20,6 +20,7 @@
 #define __shared__ static
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
 #include "fragments.cuh"
 #define FULL 0xffffffffu
 #define DYNAMIC_SHARED(name) u8* name = emulator::shared

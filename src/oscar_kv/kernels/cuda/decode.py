@@ -179,7 +179,7 @@ def run(
     kernels.launch("decode", (kernels.blocks, 1), params)
     many = batch * heads * spec.heads > kernels.multiprocessors
     row_blocks = heads * -(-spec.heads // (spec.finish_rows if many else 1))
-    requests = max(1, min(batch, 4 * kernels.multiprocessors // row_blocks)) if many else batch
+    requests = max(1, min(batch, 3 * kernels.multiprocessors // row_blocks)) if many else batch
     kernels.launch("finish_many" if many else "finish_one", (requests, row_blocks), params)
     return out
 

@@ -68,6 +68,7 @@ class DecodeSpec:
     chained: programmatic dependent launch (sm_90+); chain_first: of the first kernel too, behind whatever ran before;
     buffers: states of so many (request, head) pairs may wait to be put together;
     opening: what taking up another (request, head) costs a block, in pages;
+    item_rounds: pages that warps with raw windows to read get less;
     flush_pages: pages a warp's tensor cores add up before they start from zero again (they truncate).
     """
 
@@ -86,6 +87,7 @@ class DecodeSpec:
     chain_first: bool = False
     flush_pages: int = 512
     opening: int = 16
+    item_rounds: int = 4
 
     @classmethod
     def choose(
@@ -209,7 +211,7 @@ class DecodeSpec:
             "CHAINED": int(self.chained), "SOFTCAP": int(self.softcap), "FINISH_ROWS": self.finish_rows,
             "WINDOW_BF16": int(self.dtype == torch.bfloat16), "BARRIER_OFFSET": self.barrier_offset,
             "STAGE_BYTES": self.stage_bytes, "DESK_OFFSET": self.desk_offset, "DESK_BYTES": self.desk_bytes, "QUERY_OFFSET": self.query_offset,
-            "BUFFERS": self.buffers, "PREPARE_TIMES": self.prepare_times, "FLUSH_PAGES": self.flush_pages,
+            "BUFFERS": self.buffers, "PREPARE_TIMES": self.prepare_times, "FLUSH_PAGES": self.flush_pages, "ITEM_ROUNDS": self.item_rounds,
             "CHAIN_FIRST": int(self.chained and self.chain_first),
         }  # fmt: skip
         lines = [

@@ -202,15 +202,34 @@ struct Fetch {
   }
 };
 
-// The segments of one thread block, in order: pages [from, to) of a (request, head). skew: the first of them that is this
-// warp's; warps take turns over the whole line, so that all have equally many.
+// Which pages of its block's line are a warp's. Warps take turns; those that have raw windows to read first sit out the
+// first rounds, and without that would be the last to end.
+struct Deal {
+  int base, width, first;
+  DEVICE Deal(int items) : base(0), width(WARPS), first(threadIdx.x / 32) {
+    if (items <= 0 || items >= WARPS) return;
+    width = WARPS - items, base = ITEM_ROUNDS * width;
+    first = first < items ? base + first : first - items;
+  }
+  // The page that comes k of this warp's turns after page i.
+  DEVICE int after(int i, int k) const {
+    if (i >= base) return i + k * WARPS;
+    const int turns = (base - 1 - i) / width + 1;
+    return k < turns ? i + k * width : base + (int)(threadIdx.x / 32) + (k - turns) * WARPS;
+  }
+  DEVICE int next(int i) const {
+    return i >= base ? i + WARPS : i + width < base ? i + width : base + (int)(threadIdx.x / 32);
+  }
+};
+// The segments of one thread block, in order: pages [from, to) of a (request, head), which are those from ``offset`` on of
+// the block's line.
 struct Line {
-  int at, end, b, hv, units, from, to, skew;
+  int at, end, stop, b, hv, units, from, to, offset;
   DEVICE Line(const Params& p, int begin, int end) : at(begin), end(end) {
     if (at >= end) return;
     const Place place = place_of(p, at);
     const int rest = at - place.before * (p.kv_heads * BLOCKS);
-    b = place.request, units = place.units, hv = rest / units, skew = threadIdx.x / 32;
+    b = place.request, units = place.units, hv = rest / units, offset = 0;
     cut(p, rest % units);
     if (from >= to) next(p);  // nothing but the opening
   }
@@ -222,12 +241,10 @@ struct Line {
     from = max(rest - p.opening, 0), to = last - p.opening;
     stop = at + (last - rest);
   }
-  int stop;
   DEVICE void next(const Params& p) {
-    const int taken = max(to - from, 0);
+    offset += max(to - from, 0);
     at = stop;
     if (at >= end) return;
-    skew = (skew + (WARPS - taken % WARPS)) % WARPS;
     if (++hv == p.kv_heads * BLOCKS) {
       hv = 0;
       u32 found = 0;
@@ -251,42 +268,43 @@ struct Walk {
   const int* table;
   const u8* pool;
   int next, index, now, later;
-  DEVICE Walk(const Params& p, const Line& line) : line(line) {
-    if (line.open()) enter(p);
+  DEVICE Walk(const Params& p, const Line& line, const Deal& deal) : line(line), next(deal.first) {
+    if (line.open()) enter(p, deal);
   }
-  DEVICE void enter(const Params& p) {
-    table = p.block_table + (u64)line.b * p.max_pages + p.hist_start[line.b] / PAGE;
+  DEVICE void enter(const Params& p, const Deal& deal) {
+    table = p.block_table + (u64)line.b * p.max_pages + p.hist_start[line.b] / PAGE + line.from;
     pool = p.pages + (u64)(line.hv / BLOCKS) * PAGE_BYTES;
-    next = line.from + line.skew, index = 0;
-    now = look(0), later = look(32);
+    index = 0, now = look(deal, 0), later = look(deal, 32);
   }
-  DEVICE int look(int ahead) const {
-    const int page = next + (ahead + (int)(threadIdx.x % 32)) * WARPS;
-    return page < line.to ? table[page] : 0;
+  DEVICE int look(const Deal& deal, int ahead) const {
+    const int page = deal.after(next, ahead + (int)(threadIdx.x % 32)) - line.offset;
+    return page < line.to - line.from ? table[page] : 0;
   }
-  DEVICE void ask(const Params& p, Ring& ring, int stage) {
-    while (line.open() && next >= line.to) {
+  DEVICE void ask(const Params& p, const Deal& deal, Ring& ring, int stage) {
+    while (line.open() && next - line.offset >= line.to - line.from) {
       line.next(p);
-      if (line.open()) enter(p);
+      if (line.open()) enter(p, deal);
     }
     if (line.open()) {
       const int block = __shfl_sync(FULL, now, index);
       ring.issue(pool + block * ((u64)p.kv_heads * PAGE_BYTES), stage, threadIdx.x % 32);
-      next += WARPS;
-      if (++index == 32) index = 0, now = later, later = look(32);
+      next = deal.next(next);
+      if (++index == 32) index = 0, now = later, later = look(deal, 32);
     }
     ring.commit();
   }
 };
 
 // This warp's pages of one segment. Whether nothing of it has been left on the desk yet.
-DEVICE bool history(const Params& p, Ring& ring, Walk& walk, State& s, Desk& desk, const Query& q, const Line& line, int buffer) {
+DEVICE bool history(const Params& p, Ring& ring, Walk& walk, const Deal& deal, State& s, Desk& desk, const Query& q,
+                    const Line& line, int& index, int buffer) {
   const int lane = threadIdx.x % 32, row = lane / 4;
   const int start = p.hist_start[line.b], end = p.hist_end[line.b], first = start / PAGE;
   const float* centre = p.query_centre + line.bh(p) * HEADS;
   int pages = 0;
   bool left = false;
-  for (int page = line.from + line.skew; page < line.to; page += WARPS) {
+  for (; index - line.offset < line.to - line.from; index = deal.next(index)) {
+    const int page = line.from + index - line.offset;
     if (pages == FLUSH_PAGES) {
       leave(s, desk, centre, buffer, !left);
       s.reset();
@@ -295,7 +313,7 @@ DEVICE bool history(const Params& p, Ring& ring, Walk& walk, State& s, Desk& des
     ++pages;
     ring.wait();
     const u8* data = ring.base + ring.stage * STAGE_BYTES;
-    walk.ask(p, ring, (ring.stage + STAGES - 1) % STAGES);
+    walk.ask(p, deal, ring, (ring.stage + STAGES - 1) % STAGES);
     const int lo = start - (first + page) * PAGE, hi = end - (first + page) * PAGE;
     const bool partial = lo > 0 || hi < PAGE;
 
@@ -445,7 +463,6 @@ DEVICE void window(const Params& p, int b, int hv, int from, u64 to_slot) {
   }
 #pragma unroll 1
   for (int first = from; first < to; first += 16) {
-    if (first + 32 < to) prefetch_rows(p, slot, head, first + 32, min(first + 48, to), sink, recent_from);
     float score[TILES][2][2];
     u32 values[V_DIM / 16][4];
     auto load_values = [&]() {
@@ -554,9 +571,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
   if (item < last_item) prefetch_window(p, item / p.items_a_head / heads, item / p.items_a_head % heads, item % p.items_a_head * p.item_tokens);
   // The first pages are under way while raw windows are read and prepare.cu, which may still run, turns the queries.
   Line line(p, begin, end);
-  Walk walk(p, line);
+  const Deal deal(last_item - plan.item(c));
+  Walk walk(p, line, deal);
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) walk.ask(p, ring, i);
+  for (int i = 0; i < STAGES - 1; ++i) walk.ask(p, deal, ring, i);
 #pragma unroll 1
   for (; item < last_item; item += WARPS) {
     const int bh = item / p.items_a_head;
@@ -564,7 +582,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
   }
   wait_for_predecessor();
   release_successor();  // not before: finish.cu reads what prepare.cu has written
-  int segment = 0;
+  int segment = 0, index = deal.first;
   u8* room = shared + QUERY_OFFSET + warp * (QUERY_WORDS * 4);
   Fetch fetch;
   if (line.open()) fetch.ask(p, line.bh(p));
@@ -575,7 +593,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     const Query query = fetch.take(room);
     State s;
     s.reset();
-    const bool first = history(p, ring, walk, s, desk, query, line, buffer);
+    const bool first = history(p, ring, walk, deal, s, desk, query, line, index, buffer);
     const u64 bh = line.bh(p);
     line.next(p);
     if (line.open()) fetch.ask(p, line.bh(p));

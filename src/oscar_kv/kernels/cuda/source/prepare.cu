@@ -5,7 +5,7 @@
 #include "common.cuh"
 
 constexpr int PREPARE_THREADS = 256, PREPARE_WARPS = PREPARE_THREADS / 32;
-constexpr int TURN_GROUPS = PREPARE_THREADS / (PART / 4), TURN_ROWS = (K_DIM + TURN_GROUPS - 1) / TURN_GROUPS;
+constexpr int TURN_ROWS = (K_DIM / 4 + PREPARE_WARPS - 1) / PREPARE_WARPS * 4;  // of R_K, a warp; a lane has a column
 
 // A block of its own: one warp a (request, head) in turn.
 DEVICE void find_ranges(const Params& p, int b0, int times) {
@@ -40,7 +40,7 @@ struct Range {
 
 template <int TIMES> DEVICE void prepare(const Params& p) {
   constexpr int ALL = HEADS * TIMES;
-  __shared__ float raw[ALL][K_DIM], sums[PREPARE_WARPS][ALL][PART], norms[ALL];
+  __shared__ __align__(16) float raw[ALL][K_DIM], sums[PREPARE_WARPS][ALL][PART], norms[ALL];
 #if CHAIN_FIRST
   wait_for_predecessor();
 #endif
@@ -51,15 +51,11 @@ template <int TIMES> DEVICE void prepare(const Params& p) {
     return;
   }
   const int b0 = blockIdx.x * TIMES, hv = blockIdx.y / PARTS, part = blockIdx.y % PARTS, head = hv / BLOCKS;
-  const int head0 = (hv % BLOCKS) * HEADS, column = part * PART + tid % 8 * 4, group = tid / 8;
-  float4 turn[TURN_ROWS];
+  const int head0 = (hv % BLOCKS) * HEADS, column = part * PART + lane, row0 = warp * TURN_ROWS;
+  float turn[TURN_ROWS];
 #pragma unroll
-  for (int r = 0; r < TURN_ROWS; ++r) {
-    const int row = group + r * TURN_GROUPS;
-    turn[r] = {0.f, 0.f, 0.f, 0.f};
-    if (p.k_rotation && row < K_DIM && column < K_DIM)
-      turn[r] = *(const float4*)(p.k_rotation + ((u64)head * K_DIM + row) * K_DIM + column);
-  }
+  for (int r = 0; r < TURN_ROWS; ++r)
+    turn[r] = p.k_rotation && row0 + r < K_DIM && column < K_DIM ? p.k_rotation[((u64)head * K_DIM + row0 + r) * K_DIM + column] : 0.f;
 #pragma unroll 4
   for (int i = tid; i < ALL * (K_DIM / 2); i += PREPARE_THREADS) {
     const int row = i / (K_DIM / 2), d = i % (K_DIM / 2) * 2, b = b0 + row / HEADS, g = head0 + row % HEADS;
@@ -84,20 +80,14 @@ template <int TIMES> DEVICE void prepare(const Params& p) {
   if (p.k_rotation) {
 #pragma unroll
     for (int g = 0; g < ALL; ++g) {
-      float4 sum = {0.f, 0.f, 0.f, 0.f};
+      float sum = 0.f;
 #pragma unroll
-      for (int r = 0; r < TURN_ROWS; ++r) {
-        const int row = group + r * TURN_GROUPS;
-        if (row >= K_DIM) continue;
-        const float x = raw[g][row];
-        sum.x += x * turn[r].x, sum.y += x * turn[r].y, sum.z += x * turn[r].z, sum.w += x * turn[r].w;
+      for (int r = 0; r < TURN_ROWS; r += 4) {
+        if (row0 + r >= K_DIM) continue;
+        const float4 x = *(const float4*)&raw[g][row0 + r];
+        sum += x.x * turn[r], sum += x.y * turn[r + 1], sum += x.z * turn[r + 2], sum += x.w * turn[r + 3];
       }
-#pragma unroll
-      for (int i = 8; i < 32; i *= 2) {
-        sum.x += __shfl_xor_sync(FULL, sum.x, i), sum.y += __shfl_xor_sync(FULL, sum.y, i);
-        sum.z += __shfl_xor_sync(FULL, sum.z, i), sum.w += __shfl_xor_sync(FULL, sum.w, i);
-      }
-      if (lane < 8) *(float4*)&sums[warp][g][4 * lane] = sum;
+      sums[warp][g][lane] = sum;
     }
   }
   __syncthreads();
