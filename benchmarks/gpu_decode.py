@@ -63,18 +63,12 @@ OTHERS = [
     Shape(32, 8, k_bits=3, v_bits=2),
     Shape(32, 8, k_bits=3, v_bits=3),
 ]
-VARIANTS: list[Tuning] = [
-    {},
-    {"warps": 12, "stages": 3, "min_blocks": 1, "buffers": 1},
-    {"warps": 8, "stages": 3, "min_blocks": 1},
-    {"opening": 8},
-]
+VARIANTS: list[Tuning] = [{}, {"warps": 12, "stages": 3, "min_blocks": 1}, {"buffers": 1}]
 WIDE_VARIANTS: list[Tuning] = [
     {},
-    {"tiles": 2, "warps": 8, "stages": 2, "min_blocks": 1, "buffers": 1},
     {"tiles": 2, "warps": 8, "stages": 3, "min_blocks": 1, "buffers": 1},
 ]
-MORE_BITS: list[Tuning] = [{}, {"warps": 8, "stages": 3, "min_blocks": 1}]
+MORE_BITS: list[Tuning] = [{}]
 TUNED = {
     Shape(32, 1): VARIANTS,
     Shape(32, 8): VARIANTS,

@@ -33,14 +33,16 @@ static void run_prepare_one() { prepare_one(*given); }
 static void run_prepare_many() { prepare_many(*given); }
 static void run_decode() { decode(*given); }
 static void run_finish_one() { finishing::finish_one(*given); }
+static void run_finish_some() { finishing::finish_some(*given); }
 static void run_finish_many() { finishing::finish_many(*given); }
 extern "C" const char* emulate(int kernel, int gx, int gy, int threads, const Params* p, int shared, bool late) {
-  static void (*const all[])() = {run_prepare_one, run_prepare_many, run_decode, run_finish_one, run_finish_many};
+  static void (*const all[])() = {run_prepare_one, run_prepare_many, run_decode, run_finish_one, run_finish_some,
+                                run_finish_many};
   given = p;
   return emulator::launch(all[kernel], gx, gy, threads, shared, late);
 }
 """
-NAMES = ("prepare_one", "prepare_many", "decode", "finish_one", "finish_many")
+NAMES = ("prepare_one", "prepare_many", "decode", "finish_one", "finish_some", "finish_many")
 
 
 def compiler() -> str | None:

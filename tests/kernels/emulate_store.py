@@ -14,6 +14,7 @@ from emulate import EmulatedFault, compiler
 
 from oscar_kv.kernels.cuda.compiler import source
 from oscar_kv.kernels.cuda.dequantise import THREADS, DequantiseParams, DequantiseSpec
+from oscar_kv.kernels.cuda.store_launch import KERNELS
 from oscar_kv.kernels.cuda.store_spec import STORE_HEADERS, StoreParams, StoreSpec
 
 HERE = Path(__file__).parent
@@ -61,12 +62,10 @@ class EmulatedStore:
     """Same interface as StoreKernels, on CPU tensors."""
 
     spec: StoreSpec
-    blocks: int = 4
 
     def launch(self, name: str, grid: tuple[int, int], threads: int, shared: int, params: StoreParams) -> None:
-        names = ("store_pages", "store_rows")
-        library = build("store.cu", self.spec.header, names)
-        fault = library.emulate(names.index(name), *grid, threads, ctypes.byref(params), shared)
+        library = build("store.cu", self.spec.header, KERNELS)
+        fault = library.emulate(KERNELS.index(name), *grid, threads, ctypes.byref(params), shared)
         if fault:
             raise EmulatedFault(f"{name}: {fault.decode()}")
 

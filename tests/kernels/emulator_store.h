@@ -12,4 +12,10 @@ DEVICE void forget(float&) {}
 DEVICE void forget(u32&) {}
 DEVICE int lane_of() { return threadIdx.x % 32; }
 DEVICE Word4 load_table(const void* p) { return *(const Word4*)p; }
-DEVICE Word2 load_table2(const void* p) { return *(const Word2*)p; }
+DEVICE Word4 load_once(const void* p) { return *(const Word4*)p; }
+DEVICE float reciprocal(float x) { return 1.f / x; }
+DEVICE float root(float x) { return std::sqrt(x); }
+DEVICE float fma_unit(float x, float y, float z) {
+  const float v = std::fma(x, y, z);
+  return v > 0.f ? v < 1.f ? v : 1.f : 0.f;
+}

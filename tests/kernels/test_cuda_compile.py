@@ -42,7 +42,11 @@ CASES = [*QUICK, *(pytest.param(*x, marks=pytest.mark.slow) for x in EVERY if x 
 @pytest.mark.parametrize(("capability", "layout", "group"), CASES)
 def test_no_spills(capability: tuple[int, int], layout: PageLayout, group: int) -> None:
     spec = DecodeSpec.choose(layout, group, torch.bfloat16, capability)
-    for file, kernels in (("prepare.cu", {"prepare_one", "prepare_many"}), ("decode.cu", {"decode"}), ("finish.cu", {"finish_one", "finish_many"})):
+    for file, kernels in (
+        ("prepare.cu", {"prepare_one", "prepare_many"}),
+        ("decode.cu", {"decode"}),
+        ("finish.cu", {"finish_one", "finish_some", "finish_many"}),
+    ):
         usage = compile_source(file, spec.header, capability).usage
         for name, u in usage.items():
             print(f"sm_{capability[0]}{capability[1]} {layout} group {group} {name}: {u}")

@@ -25,8 +25,8 @@ SMALL = PageLayout(32, 48, 2, 2)
 POISON = 0xAB
 
 
-def kernels(codec: LayerCodec, dtype: torch.dtype, blocks: int = 4, **tuning: int) -> EmulatedStore:
-    return EmulatedStore(StoreSpec.choose(codec.layout, dtype, StoreTables.of(codec, "cpu"), (9, 0), **tuning), blocks)
+def kernels(codec: LayerCodec, dtype: torch.dtype, **tuning: int) -> EmulatedStore:
+    return EmulatedStore(StoreSpec.choose(codec.layout, dtype, StoreTables.of(codec, "cpu"), (9, 0), **tuning))
 
 
 def empty_state(
@@ -205,12 +205,21 @@ def test_bytes_do_not_depend_on_chunks() -> None:
     k, v = random_rows(codec, 1, tokens, torch.bfloat16)
     table = torch.arange(6, dtype=torch.int32)[None]
     state = empty_state(codec, 6, 1, 64, 128, torch.bfloat16)
-    whole = run_guarded(kernels(codec, torch.bfloat16, groups=3), codec, k, v, table, [0], [tokens], state)
+    whole = run_guarded(
+        kernels(codec, torch.bfloat16, key_pages=3, value_pages=2), codec, k, v, table, [0], [tokens], state
+    )
     pieces, at = state, 0
     for n in (1, 62, 1, 30, 128, 100, 62):
         part = slice(at, at + n)
         pieces = run_guarded(
-            kernels(codec, torch.bfloat16, tiles=1), codec, k[:, :, part], v[:, :, part], table, [at], [n], pieces
+            kernels(codec, torch.bfloat16, tiles=1, value_tiles=1),
+            codec,
+            k[:, :, part],
+            v[:, :, part],
+            table,
+            [at],
+            [n],
+            pieces,
         )
         at += n
     assert at == tokens

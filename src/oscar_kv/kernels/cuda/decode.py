@@ -177,10 +177,17 @@ def run(
         "prepare_many" if times > 1 else "prepare_one", (-(-batch // times), heads * spec.prepare_parts + 1), params
     )
     kernels.launch("decode", (kernels.blocks, 1), params)
-    many = batch * heads * spec.heads > kernels.multiprocessors
-    row_blocks = heads * -(-spec.heads // (spec.finish_rows if many else 1))
-    requests = max(1, min(batch, 3 * kernels.multiprocessors // row_blocks)) if many else batch
-    kernels.launch("finish_many" if many else "finish_one", (requests, row_blocks), params)
+    # The fewer outputs there are, the more threads each gets.
+    size = (
+        "one"
+        if pieces * spec.heads <= kernels.multiprocessors
+        else "some"
+        if pieces <= 2 * kernels.multiprocessors
+        else "many"
+    )
+    row_blocks = heads * -(-spec.heads // (1 if size == "one" else spec.finish_rows))
+    requests = max(1, min(batch, 3 * kernels.multiprocessors // row_blocks)) if size == "many" else batch
+    kernels.launch(f"finish_{size}", (requests, row_blocks), params)
     return out
 
 

@@ -14,8 +14,16 @@ from ...errors import OscarError
 from .compiler import compile_cached
 from .spec import DecodeSpec, Params
 
-THREADS = {"prepare_one": 256, "prepare_many": 256, "finish_one": 512, "finish_many": 256}  # as in the sources
-_FILES = {"prepare_one": "prepare.cu", "prepare_many": "prepare.cu", "finish_one": "finish.cu", "finish_many": "finish.cu", "decode": "decode.cu"}
+THREADS = {"prepare_one": 256, "prepare_many": 256, "finish_one": 512, "finish_some": 512, "finish_many": 256}
+"""Threads a block, as in the sources."""
+_FILES = {
+    "prepare_one": "prepare.cu",
+    "prepare_many": "prepare.cu",
+    "finish_one": "finish.cu",
+    "finish_some": "finish.cu",
+    "finish_many": "finish.cu",
+    "decode": "decode.cu",
+}
 
 
 def _driver() -> Any:

@@ -68,7 +68,6 @@ class DecodeSpec:
     chained: programmatic dependent launch (sm_90+); chain_first: of the first kernel too, behind whatever ran before;
     buffers: states of so many (request, head) pairs may wait to be put together;
     opening: what taking up another (request, head) costs a block, in pages;
-    item_rounds: pages that warps with raw windows to read get less;
     flush_pages: pages a warp's tensor cores add up before they start from zero again (they truncate).
     """
 
@@ -87,7 +86,6 @@ class DecodeSpec:
     chain_first: bool = False
     flush_pages: int = 512
     opening: int = 16
-    item_rounds: int = 4
 
     @classmethod
     def choose(
@@ -194,7 +192,7 @@ class DecodeSpec:
 
     @property
     def barrier_offset(self) -> int:
-        return self.query_offset + self.warps * self.tiles * self.layout.k_dim * 16
+        return self.query_offset + (self.warps * self.tiles * self.layout.k_dim * 16 if self.tiles > 1 else 0)
 
     @property
     def shared_bytes(self) -> int:
@@ -210,8 +208,9 @@ class DecodeSpec:
             "WARPS": self.warps, "STAGES": self.stages, "MIN_BLOCKS": self.min_blocks, "BULK": int(self.bulk),
             "CHAINED": int(self.chained), "SOFTCAP": int(self.softcap), "FINISH_ROWS": self.finish_rows,
             "WINDOW_BF16": int(self.dtype == torch.bfloat16), "BARRIER_OFFSET": self.barrier_offset,
-            "STAGE_BYTES": self.stage_bytes, "DESK_OFFSET": self.desk_offset, "DESK_BYTES": self.desk_bytes, "QUERY_OFFSET": self.query_offset,
-            "BUFFERS": self.buffers, "PREPARE_TIMES": self.prepare_times, "FLUSH_PAGES": self.flush_pages, "ITEM_ROUNDS": self.item_rounds,
+            "STAGE_BYTES": self.stage_bytes, "DESK_OFFSET": self.desk_offset, "DESK_BYTES": self.desk_bytes,
+            "QUERY_OFFSET": self.query_offset,
+            "BUFFERS": self.buffers, "PREPARE_TIMES": self.prepare_times, "FLUSH_PAGES": self.flush_pages,
             "CHAIN_FIRST": int(self.chained and self.chain_first),
         }  # fmt: skip
         lines = [

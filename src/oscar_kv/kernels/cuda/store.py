@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing new tokens with the CUDA C++ kernels: checks, and the one or two launches of a call."""
+"""Writing new tokens with the CUDA C++ kernels: checks, and the launches of a call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class Kernels(Protocol):
     """Loaded kernels: on a device (store_launch.py), or emulated by the tests."""
 
     spec: StoreSpec
-    blocks: int
 
     def launch(self, name: str, grid: tuple[int, int], threads: int, shared: int, params: StoreParams) -> None: ...
 
@@ -135,8 +134,6 @@ def run(
     # New rows overwrite ring rows that a page is made of only if there are many of them; else one launch does.
     one_launch = n <= rows - PAGE + 1
     units = batch * request_pages
-    groups = 1 if one_launch else min(spec.groups, units)
-    parts = units if one_launch else max(1, min(kernels.blocks // kv, -(-units // groups)))
     row_blocks = min(64, -(-min(n, rows) * max(spec.layout.k_dim, spec.layout.v_dim) // 8 // _ROW_THREADS))
 
     def at(x: Tensor | None) -> int | None:
@@ -146,15 +143,20 @@ def run(
         at(k), at(v), at(pages), at(block_table), at(start), at(count), at(windows.slots), at(windows.sink_k),
         at(windows.sink_v), at(windows.ring_k), at(windows.ring_v), at(tables.k.factor), at(tables.v.factor),
         at(tables.k.rotation), at(tables.v.rotation), at(tables.k.centre), at(tables.v.centre), at(tables.k.shift),
-        at(tables.v.shift), at(tables.k.unscale), at(tables.v.unscale), at(tables.upper_factor), at(tables.upper),
-        at(tables.upper_unscale), at(tables.metric), *k.stride()[:3], *v.stride()[:3], batch, kv, n,
-        block_table.shape[1], windows.sink_k.shape[2], rows, request_pages, groups, parts, one_launch, one_launch,
-        row_blocks,
+        at(tables.v.shift), at(tables.k.unscale), at(tables.v.unscale), at(tables.k.least_norm),
+        at(tables.v.least_norm), at(tables.upper_factor), at(tables.upper), at(tables.upper_unscale),
+        at(tables.metric), *k.stride()[:3], *v.stride()[:3], batch, kv, n, block_table.shape[1],
+        windows.sink_k.shape[2], rows, request_pages, 1, units, row_blocks,
     )  # fmt: skip
-    grid = (parts * kv, 2 if one_launch else 1)
-    kernels.launch("store_pages", grid, groups * spec.group_threads, groups * spec.group_bytes, params)
-    if not one_launch:
-        kernels.launch("store_rows", (row_blocks, batch * kv), _ROW_THREADS, 0, params)
+    if one_launch:
+        shared = max(spec.group_bytes(True), spec.group_bytes(False))
+        kernels.launch("store_step", (units * kv, 2), spec.step_threads, shared, params)
+        return
+    for name, keys, pages in (("store_keys", True, spec.key_pages), ("store_values", False, spec.value_pages)):
+        params.groups, params.parts = pages, -(-units // pages)
+        threads, shared = pages * spec.group_threads(keys), pages * spec.group_bytes(keys)
+        kernels.launch(name, (params.parts * kv, 1), threads, shared, params)
+    kernels.launch("store_rows", (row_blocks, batch * kv), _ROW_THREADS, 0, params)
 
 
 class CudaStore:

@@ -13,9 +13,11 @@ from .compiler import compile_cached
 from .launch import _check, _driver
 from .store_spec import STORE_HEADERS, StoreParams, StoreSpec
 
+KERNELS = ("store_step", "store_keys", "store_values", "store_rows")
+
 
 class StoreKernels:
-    """``blocks``: thread blocks of one full wave of ``store_pages``."""
+    """The kernels' functions, ready to launch."""
 
     def __init__(self, spec: StoreSpec, device: int) -> None:
         self.spec, self.device = spec, device
@@ -24,13 +26,11 @@ class StoreKernels:
             d.cuModuleLoadData(compile_cached("store.cu", spec.header, spec.capability, STORE_HEADERS))
         )
         self.functions: dict[str, Any] = {
-            name: _check(d.cuModuleGetFunction(self._module, name.encode())) for name in ("store_pages", "store_rows")
+            name: _check(d.cuModuleGetFunction(self._module, name.encode())) for name in KERNELS
         }
-        pages, size = self.functions["store_pages"], spec.shared_bytes
         attribute = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check((*d.cuFuncSetAttribute(pages, attribute, size), None))
-        per = _check(d.cuOccupancyMaxActiveBlocksPerMultiprocessor(pages, spec.groups * spec.group_threads, size))
-        self.blocks = max(1, per) * torch.cuda.get_device_properties(device).multi_processor_count
+        for name in KERNELS[:-1]:
+            _check((*d.cuFuncSetAttribute(self.functions[name], attribute, spec.shared_bytes), None))
 
     def launch(self, name: str, grid: tuple[int, int], threads: int, shared: int, params: StoreParams) -> None:
         """Launch on the current stream."""

@@ -22,18 +22,17 @@ _POINTERS = (
     ("ring_v", "u8*"), ("k_factor", "const u8*"), ("v_factor", "const u8*"), ("k_rotation", "const float*"),
     ("v_rotation", "const float*"), ("k_centre", "const float*"), ("v_centre", "const float*"),
     ("k_shift", "const float*"), ("v_shift", "const float*"), ("k_unscale", "const float*"),
-    ("v_unscale", "const float*"), ("upper_factor", "const u8*"), ("upper", "const float*"),
+    ("v_unscale", "const float*"), ("k_least_norm", "const float*"), ("v_least_norm", "const float*"), ("upper_factor", "const u8*"), ("upper", "const float*"),
     ("upper_unscale", "const float*"), ("metric", "const float*"),
 )  # fmt: skip
 _STRIDES = ("k_batch", "k_head", "k_token", "v_batch", "v_head", "v_token")
 _INTS = (
-    "batch", "kv_heads", "n", "max_pages", "sink_rows", "ring_rows", "request_pages", "groups", "parts", "apart",
-    "keep", "row_blocks",
+    "batch", "kv_heads", "n", "max_pages", "sink_rows", "ring_rows", "request_pages", "groups", "parts", "row_blocks",
 )  # fmt: skip
 
 
 class StoreParams(ctypes.Structure):
-    """The one argument of both kernels, by value; the C++ struct is written from the same lists."""
+    """The one argument of all kernels, by value; the C++ struct is written from the same lists."""
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name, _ in _POINTERS]
@@ -52,8 +51,9 @@ def _params_struct() -> str:
 class StoreSpec:
     """One specialisation: layout, dtype of the raw rows, what the recipe asks for, and the tuning of the launch.
 
-    tiles: 16-row tiles a warp holds in registers (a page is 4 / tiles warps); groups: pages a thread block works on
-    at a time when there are many; min_blocks: thread blocks a multiprocessor should hold.
+    tiles, value_tiles: 16-row tiles of keys and of values that a warp holds in registers (a page is 4 / tiles warps).
+    key_pages, value_pages: pages a thread block of a prompt's keys or values writes. key_warps, value_warps: warps that
+    a multiprocessor should hold then, which caps a thread's registers.
     """
 
     layout: PageLayout
@@ -64,8 +64,11 @@ class StoreSpec:
     unbiased: bool
     capability: tuple[int, int]
     tiles: int
-    groups: int
-    min_blocks: int = 1
+    value_tiles: int
+    key_pages: int = 1
+    value_pages: int = 1
+    key_warps: int = 12
+    value_warps: int = 12
 
     @classmethod
     def choose(
@@ -84,17 +87,16 @@ class StoreSpec:
             )
         if dtype not in (torch.float16, torch.bfloat16):
             raise OscarError(f"the CUDA store kernel takes float16 or bfloat16 rows, got {dtype}")
-        widest = max(layout.k_dim, layout.v_dim)
-        choice = {"tiles": 2 if widest <= 128 else 1, "groups": 1, "min_blocks": 1, **tuning}
+        shaped = tables.upper is not None
+        tiles, value_tiles = (2 if d <= 128 else 1 for d in (layout.k_dim, layout.v_dim))
+        choice = {"tiles": tiles, "value_tiles": value_tiles, **tuning}
+        for name, side, d in (("key_warps", "tiles", layout.k_dim), ("value_warps", "value_tiles", layout.v_dim)):
+            # A warp's numbers, and half as much again: 64 warps a multiprocessor could have at 32 registers a thread.
+            choice.setdefault(name, 8 if choice[side] * d > 256 or (name == "key_warps" and shaped) else 12)
         spec = cls(
-            layout, dtype, tables.k_rotation is not None, tables.v_rotation is not None, tables.upper is not None,
-            tables.unbiased, capability, **choice,
+            layout, dtype, tables.k_rotation is not None, tables.v_rotation is not None, shaped, tables.unbiased,
+            capability, **choice,
         )  # fmt: skip
-        if "groups" not in tuning:
-            # Eight warps take all registers; the tables of a head should fit in what is left of shared memory as cache.
-            room = spec.shared_limit * 5 // 8 if tables.upper is not None else spec.shared_limit
-            fit = max(1, min(8 // spec.group_warps, room // spec.group_bytes))
-            spec = cls(**{**spec.__dict__, "groups": fit})
         if spec.shared_bytes > spec.shared_limit:
             raise OscarError(
                 f"this tuning needs {spec.shared_bytes} bytes of shared memory a block, the device has "
@@ -106,13 +108,13 @@ class StoreSpec:
     def shared_limit(self) -> int:
         return _shared_limit(self.capability)
 
-    @property
-    def group_warps(self) -> int:
-        return 4 // self.tiles
+    def group_threads(self, keys: bool) -> int:
+        """Threads that work on a page of one side."""
+        return 128 // (self.tiles if keys else self.value_tiles)
 
     @property
-    def group_threads(self) -> int:
-        return 32 * self.group_warps
+    def step_threads(self) -> int:
+        return max(self.group_threads(True), self.group_threads(False))
 
     @property
     def code_stride(self) -> int:
@@ -123,20 +125,26 @@ class StoreSpec:
         """A warp's: 16 columns of its rows while they are transposed, or one row."""
         return max(16 * self.tiles * 20 * 4, 4 * max(self.layout.k_dim, self.layout.v_dim))
 
-    @property
-    def warp_bytes(self) -> int:
-        """A warp's raw rows before they are turned; with shaping, turned rows of keys in their place, in float32."""
-        raw = max(self.layout.k_dim * self.k_rotated, self.layout.v_dim * self.v_rotated) * 2
-        rows = 16 * self.tiles * max(raw, -(-self.layout.k_dim // 32) * 128 if self.shaped else 0)
+    def warp_bytes(self, keys: bool) -> int:
+        """A warp's scratch, and with shaping its rows of keys in float32."""
+        rows = 16 * self.tiles * -(-self.layout.k_dim // 32) * 128 if keys and self.shaped else 0
         return -(-(self.scratch_bytes + rows) // 128) * 128
 
-    @property
-    def group_bytes(self) -> int:
-        return PAGE * self.code_stride + self.group_warps * self.warp_bytes
+    def _codes_in_registers(self, keys: bool) -> bool:
+        """packs_alone of store_steps.cuh, and no shaping: a group needs no shared memory for its codes."""
+        layout = self.layout
+        d, bits = (layout.k_dim, layout.k_bits) if keys else (layout.v_dim, layout.v_bits)
+        low = 2 if bits == 3 else bits
+        return not (keys and self.shaped) and d // 8 % (16 // low) == 0 and (bits != 3 or d % 128 == 0)
+
+    def group_bytes(self, keys: bool) -> int:
+        """Shared memory of the warps of a page of one side."""
+        codes = 0 if self._codes_in_registers(keys) else PAGE * self.code_stride
+        return codes + self.group_threads(keys) // 32 * self.warp_bytes(keys)
 
     @property
     def shared_bytes(self) -> int:
-        return self.groups * self.group_bytes
+        return max(self.key_pages * self.group_bytes(True), self.value_pages * self.group_bytes(False))
 
     @cached_property
     def header(self) -> str:
@@ -147,13 +155,21 @@ class StoreSpec:
             "V_BITS": layout.v_bits, "PAGE_BYTES": layout.page_bytes, "V_OFFSET": layout.v_offset,
             "METADATA_OFFSET": layout.metadata_offset, "ROWS_BF16": int(self.dtype == torch.bfloat16),
             "K_ROTATED": int(self.k_rotated), "V_ROTATED": int(self.v_rotated), "SHAPED": int(self.shaped),
-            "UNBIASED": int(self.unbiased), "TILES": self.tiles, "MAX_THREADS": self.groups * self.group_threads,
-            "MIN_BLOCKS": self.min_blocks, "CODE_STRIDE": self.code_stride, "SCRATCH_BYTES": self.scratch_bytes,
-            "WARP_BYTES": self.warp_bytes, "GROUP_BYTES": self.group_bytes, "BULK": 0, "CHAINED": 0,
+            "UNBIASED": int(self.unbiased), "K_TILES": self.tiles, "V_TILES": self.value_tiles,
+            "STEP_THREADS": self.step_threads, "CODE_STRIDE": self.code_stride, "SCRATCH_BYTES": self.scratch_bytes,
+            "BULK": 0, "CHAINED": 0,
             "SIGMA_STEP_2": f"{SIGMA_STEP[2]!r}f", "SIGMA_STEP_3": f"{SIGMA_STEP[3]!r}f",
             "SIGMA_STEP_4": f"{SIGMA_STEP[4]!r}f", "SHAPED_STEP_FACTOR": f"{SHAPED_STEP_FACTOR[layout.k_bits]!r}f",
             "RANGE_FRACTIONS": ", ".join(f"{x!r}f" for x in RANGE_FRACTIONS),
             "STRETCH_LOW": f"{STRETCH_RANGE[0]!r}f", "STRETCH_HIGH": f"{STRETCH_RANGE[1]!r}f",
         }  # fmt: skip
+        for side, keys, pages, warps in (
+            ("K", True, self.key_pages, self.key_warps), ("V", False, self.value_pages, self.value_warps),
+        ):  # fmt: skip
+            threads = pages * self.group_threads(keys)
+            defines |= {
+                f"{side}_THREADS": threads, f"{side}_BLOCKS": max(1, 32 * warps // threads),
+                f"{side}_WARP_BYTES": self.warp_bytes(keys), f"{side}_GROUP_BYTES": self.group_bytes(keys),
+            }  # fmt: skip
         lines = ["#pragma once", *(f"#define {k} {v}" for k, v in defines.items()), '#include "fragments.cuh"']
         return "\n".join([*lines, _params_struct()]) + "\n"

@@ -47,20 +47,26 @@ def pack_factor(matrix: Tensor, steps_of_32: bool) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Side:
-    """One side's centre [heads, d], and with a rotation: its fragments, its fp32 form, and centre·rotation."""
+    """One side's centre [heads, d], and with a rotation: its fragments, its fp32 form, centre·rotation, least_norm.
+
+    least_norm [heads]: squared norm of a turned row from which on the kernel's quick products are exact enough. Shorter
+    rows than a quarter of the centre lose digits against it, and rows below 2⁻¹⁰ an element have parts below fp16's grid.
+    """
 
     centre: Tensor
     rotation: Tensor | None
     factor: Tensor | None
     unscale: Tensor | None
     shift: Tensor | None
+    least_norm: Tensor | None
 
     @classmethod
     def of(cls, centre: Tensor, rotation: Tensor | None) -> Side:
         if rotation is None:
-            return cls(centre, None, None, None, None)
+            return cls(centre, None, None, None, None, None)
         shift = (centre.double()[:, None] @ rotation.double())[:, 0].float().contiguous()
-        return cls(centre, rotation, *pack_factor(rotation, True), shift)
+        least = (centre.double().square().sum(-1) / 16).clamp(min=centre.shape[-1] * 2.0**-20).float().contiguous()
+        return cls(centre, rotation, *pack_factor(rotation, True), shift, least)
 
 
 @dataclass(frozen=True)

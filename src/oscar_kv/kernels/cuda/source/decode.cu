@@ -162,74 +162,47 @@ struct Ring {
   }
 };
 
-// A segment's query heads, as prepare.cu left them: the B operand of the MMAs. It lies in shared memory, each warp's own:
-// registers bound the number of warps. Fetched while the segment before is put away.
+// A segment's query heads, as prepare.cu left them: the B operand of the MMAs, fetched while the segment before is put
+// away. With two tiles they lie in shared memory, each lane's own: registers bound the number of warps.
+constexpr bool QUERY_SHARED = TILES > 1;
 struct Query {
-  const Word2* words;
+  static constexpr int WORDS = K_DIM / 16 * TILES;
+  Word2 x[WORDS], *room;
   float sum[TILES][2], centre[SOFTCAP ? TILES : 1][2], step_factor;
-};
-struct Fetch {
-  static constexpr int CHUNKS = (QUERY_WORDS / 4 + 31) / 32;  // of 16 bytes a lane
-  Word4 x[CHUNKS];
-  Query query;
-  DEVICE void ask(const Params& p, u64 bh) {
+  DEVICE void fetch(const Params& p, u64 bh) {
     const int lane = threadIdx.x % 32, quad = lane % 4;
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i)
-      if ((i * 32 + lane) * 4 < QUERY_WORDS) x[i] = *(const Word4*)(p.query + bh * QUERY_WORDS + (i * 32 + lane) * 4);
-    query.step_factor = p.query_step[bh];
+    for (int i = 0; i < WORDS; ++i) x[i] = *(const Word2*)(p.query + bh * QUERY_WORDS + (i * 32 + lane) * 2);
+    step_factor = p.query_step[bh];
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
-      query.sum[n][0] = query.sum[n][1] = 0.f;
+      sum[n][0] = sum[n][1] = 0.f;
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
         const float2 y = *(const float2*)(p.query_sum + (bh * PARTS + part) * COLUMNS + 8 * n + 2 * quad);
-        query.sum[n][0] += y.x, query.sum[n][1] += y.y;
+        sum[n][0] += y.x, sum[n][1] += y.y;
       }
 #pragma unroll
       for (int k = 0; k < 2 && SOFTCAP; ++k)
-        query.centre[SOFTCAP ? n : 0][k] = 8 * n + 2 * quad + k < HEADS ? p.query_centre[bh * HEADS + 8 * n + 2 * quad + k] : 0.f;
+        centre[SOFTCAP ? n : 0][k] = 8 * n + 2 * quad + k < HEADS ? p.query_centre[bh * HEADS + 8 * n + 2 * quad + k] : 0.f;
     }
   }
-  DEVICE Query take(u8* room) {
-    __syncwarp();  // nobody reads the last one any more
+  DEVICE void put() {
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i)
-      if ((i * 32 + threadIdx.x % 32) * 4 < QUERY_WORDS) *(Word4*)(room + (i * 32 + threadIdx.x % 32) * 16) = x[i];
-    __syncwarp();
-    query.words = (const Word2*)room;
-    return query;
+    for (int i = 0; i < WORDS && QUERY_SHARED; ++i) room[i * 32 + threadIdx.x % 32] = x[i];
   }
+  DEVICE Word2 word(int i) const { return QUERY_SHARED ? room[i * 32 + threadIdx.x % 32] : x[i]; }
 };
 
-// Which pages of its block's line are a warp's. Warps take turns; those that have raw windows to read first sit out the
-// first rounds, and without that would be the last to end.
-struct Deal {
-  int base, width, first;
-  DEVICE Deal(int items) : base(0), width(WARPS), first(threadIdx.x / 32) {
-    if (items <= 0 || items >= WARPS) return;
-    width = WARPS - items, base = ITEM_ROUNDS * width;
-    first = first < items ? base + first : first - items;
-  }
-  // The page that comes k of this warp's turns after page i.
-  DEVICE int after(int i, int k) const {
-    if (i >= base) return i + k * WARPS;
-    const int turns = (base - 1 - i) / width + 1;
-    return k < turns ? i + k * width : base + (int)(threadIdx.x / 32) + (k - turns) * WARPS;
-  }
-  DEVICE int next(int i) const {
-    return i >= base ? i + WARPS : i + width < base ? i + width : base + (int)(threadIdx.x / 32);
-  }
-};
-// The segments of one thread block, in order: pages [from, to) of a (request, head), which are those from ``offset`` on of
-// the block's line.
+// The segments of one thread block, in order: pages [from, to) of a (request, head). skew: the first of them that is this
+// warp's; warps take turns over the whole line, so that all have equally many.
 struct Line {
-  int at, end, stop, b, hv, units, from, to, offset;
+  int at, end, b, hv, units, from, to, skew;
   DEVICE Line(const Params& p, int begin, int end) : at(begin), end(end) {
     if (at >= end) return;
     const Place place = place_of(p, at);
     const int rest = at - place.before * (p.kv_heads * BLOCKS);
-    b = place.request, units = place.units, hv = rest / units, offset = 0;
+    b = place.request, units = place.units, hv = rest / units, skew = threadIdx.x / 32;
     cut(p, rest % units);
     if (from >= to) next(p);  // nothing but the opening
   }
@@ -241,10 +214,12 @@ struct Line {
     from = max(rest - p.opening, 0), to = last - p.opening;
     stop = at + (last - rest);
   }
+  int stop;
   DEVICE void next(const Params& p) {
-    offset += max(to - from, 0);
+    const int taken = max(to - from, 0);
     at = stop;
     if (at >= end) return;
+    skew = (skew + (WARPS - taken % WARPS)) % WARPS;
     if (++hv == p.kv_heads * BLOCKS) {
       hv = 0;
       u32 found = 0;
@@ -268,43 +243,42 @@ struct Walk {
   const int* table;
   const u8* pool;
   int next, index, now, later;
-  DEVICE Walk(const Params& p, const Line& line, const Deal& deal) : line(line), next(deal.first) {
-    if (line.open()) enter(p, deal);
+  DEVICE Walk(const Params& p, const Line& line) : line(line) {
+    if (line.open()) enter(p);
   }
-  DEVICE void enter(const Params& p, const Deal& deal) {
-    table = p.block_table + (u64)line.b * p.max_pages + p.hist_start[line.b] / PAGE + line.from;
+  DEVICE void enter(const Params& p) {
+    table = p.block_table + (u64)line.b * p.max_pages + p.hist_start[line.b] / PAGE;
     pool = p.pages + (u64)(line.hv / BLOCKS) * PAGE_BYTES;
-    index = 0, now = look(deal, 0), later = look(deal, 32);
+    next = line.from + line.skew, index = 0;
+    now = look(0), later = look(32);
   }
-  DEVICE int look(const Deal& deal, int ahead) const {
-    const int page = deal.after(next, ahead + (int)(threadIdx.x % 32)) - line.offset;
-    return page < line.to - line.from ? table[page] : 0;
+  DEVICE int look(int ahead) const {
+    const int page = next + (ahead + (int)(threadIdx.x % 32)) * WARPS;
+    return page < line.to ? table[page] : 0;
   }
-  DEVICE void ask(const Params& p, const Deal& deal, Ring& ring, int stage) {
-    while (line.open() && next - line.offset >= line.to - line.from) {
+  DEVICE void ask(const Params& p, Ring& ring, int stage) {
+    while (line.open() && next >= line.to) {
       line.next(p);
-      if (line.open()) enter(p, deal);
+      if (line.open()) enter(p);
     }
     if (line.open()) {
       const int block = __shfl_sync(FULL, now, index);
       ring.issue(pool + block * ((u64)p.kv_heads * PAGE_BYTES), stage, threadIdx.x % 32);
-      next = deal.next(next);
-      if (++index == 32) index = 0, now = later, later = look(deal, 32);
+      next += WARPS;
+      if (++index == 32) index = 0, now = later, later = look(32);
     }
     ring.commit();
   }
 };
 
 // This warp's pages of one segment. Whether nothing of it has been left on the desk yet.
-DEVICE bool history(const Params& p, Ring& ring, Walk& walk, const Deal& deal, State& s, Desk& desk, const Query& q,
-                    const Line& line, int& index, int buffer) {
+DEVICE bool history(const Params& p, Ring& ring, Walk& walk, State& s, Desk& desk, const Query& q, const Line& line, int buffer) {
   const int lane = threadIdx.x % 32, row = lane / 4;
   const int start = p.hist_start[line.b], end = p.hist_end[line.b], first = start / PAGE;
   const float* centre = p.query_centre + line.bh(p) * HEADS;
   int pages = 0;
   bool left = false;
-  for (; index - line.offset < line.to - line.from; index = deal.next(index)) {
-    const int page = line.from + index - line.offset;
+  for (int page = line.from + line.skew; page < line.to; page += WARPS) {
     if (pages == FLUSH_PAGES) {
       leave(s, desk, centre, buffer, !left);
       s.reset();
@@ -313,7 +287,7 @@ DEVICE bool history(const Params& p, Ring& ring, Walk& walk, const Deal& deal, S
     ++pages;
     ring.wait();
     const u8* data = ring.base + ring.stage * STAGE_BYTES;
-    walk.ask(p, deal, ring, (ring.stage + STAGES - 1) % STAGES);
+    walk.ask(p, ring, (ring.stage + STAGES - 1) % STAGES);
     const int lo = start - (first + page) * PAGE, hi = end - (first + page) * PAGE;
     const bool partial = lo > 0 || hi < PAGE;
 
@@ -329,19 +303,16 @@ DEVICE bool history(const Params& p, Ring& ring, Walk& walk, const Deal& deal, S
 #pragma unroll
         for (int n = 0; n < TILES; ++n) c[t][n][0] = c[t][n][1] = c[t][n][2] = c[t][n][3] = 0.f;
       }
+      auto multiply = [&](int t, int ks) {
+        u32 a[4];
+        codes.keys(a, t, ks);
 #pragma unroll
-      for (int ks = 0; ks < K_DIM / 16; ++ks) {
-        Word2 query[TILES];
+        for (int n = 0; n < TILES; ++n) mma_half(c[t][n], a, q.word(ks * TILES + n).x, q.word(ks * TILES + n).y);
+      };
 #pragma unroll
-        for (int n = 0; n < TILES; ++n) query[n] = q.words[(ks * TILES + n) * 32 + lane];
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-          u32 a[4];
-          codes.keys(a, t, ks);
-#pragma unroll
-          for (int n = 0; n < TILES; ++n) mma_half(c[t][n], a, query[n].x, query[n].y);
-        }
-      }
+      for (int i = 0; i < 4 * (K_DIM / 16); ++i)
+        if (QUERY_SHARED) multiply(i % 4, i / 4);  // so that each word is read once
+        else multiply(i / (K_DIM / 16), i % (K_DIM / 16));
 #pragma unroll
       for (int r = 0; r < 8; ++r) {
         const Word2 meta = *(const Word2*)(data + METADATA_OFFSET + (8 * r + row) * 8);
@@ -571,10 +542,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
   if (item < last_item) prefetch_window(p, item / p.items_a_head / heads, item / p.items_a_head % heads, item % p.items_a_head * p.item_tokens);
   // The first pages are under way while raw windows are read and prepare.cu, which may still run, turns the queries.
   Line line(p, begin, end);
-  const Deal deal(last_item - plan.item(c));
-  Walk walk(p, line, deal);
+  Walk walk(p, line);
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) walk.ask(p, deal, ring, i);
+  for (int i = 0; i < STAGES - 1; ++i) walk.ask(p, ring, i);
 #pragma unroll 1
   for (; item < last_item; item += WARPS) {
     const int bh = item / p.items_a_head;
@@ -582,21 +552,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
   }
   wait_for_predecessor();
   release_successor();  // not before: finish.cu reads what prepare.cu has written
-  int segment = 0, index = deal.first;
-  u8* room = shared + QUERY_OFFSET + warp * (QUERY_WORDS * 4);
-  Fetch fetch;
-  if (line.open()) fetch.ask(p, line.bh(p));
+  int segment = 0;
+  Query query;
+  query.room = (Word2*)(shared + QUERY_OFFSET) + warp * (QUERY_WORDS / 2);
+  if (line.open()) query.fetch(p, line.bh(p));
 #pragma unroll 1
   for (; line.open(); ++segment) {
     const int buffer = segment % BUFFERS, collector = segment % WARPS;
     if (segment >= BUFFERS && warp != (segment - BUFFERS) % WARPS) named_wait(1 + BUFFERS + buffer, WARPS * 32);  // it is free
-    const Query query = fetch.take(room);
+    query.put();
     State s;
     s.reset();
-    const bool first = history(p, ring, walk, deal, s, desk, query, line, index, buffer);
+    const bool first = history(p, ring, walk, s, desk, query, line, buffer);
     const u64 bh = line.bh(p);
     line.next(p);
-    if (line.open()) fetch.ask(p, line.bh(p));
+    if (line.open()) query.fetch(p, line.bh(p));
     leave(s, desk, p.query_centre + bh * HEADS, buffer, first);
     if (warp != collector) {
       named_arrive(1 + buffer, WARPS * 32);

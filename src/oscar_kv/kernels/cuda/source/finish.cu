@@ -132,4 +132,5 @@ template <int ROWS, int THREADS> DEVICE void finish(const Params& p) {
   }
 }
 extern "C" __global__ void __launch_bounds__(512, 1) finish_one(const __grid_constant__ Params p) { finish<1, 512>(p); }
+extern "C" __global__ void __launch_bounds__(512, 1) finish_some(const __grid_constant__ Params p) { finish<FINISH_ROWS, 512>(p); }
 extern "C" __global__ void __launch_bounds__(256, 3) finish_many(const __grid_constant__ Params p) { finish<FINISH_ROWS, 256>(p); }

@@ -20,8 +20,19 @@ DEVICE Word4 load_table(const void* p) {
   asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-DEVICE Word2 load_table2(const void* p) {
-  Word2 v;
-  asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+// Rows are read once: they should not drive tables out of the L1 cache.
+DEVICE Word4 load_once(const void* p) {
+  Word4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
+}
+// 1 / x of a normal number, to its last bit or so, without the branches of a division; exact for powers of two.
+DEVICE float reciprocal(float x) {
+  float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return fmaf(y, fmaf(-x, y, 1.f), y);
+}
+DEVICE float root(float x) { float y; asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+// x * y + z, cut to 0 ... 1
+DEVICE float fma_unit(float x, float y, float z) {
+  float v; asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(v) : "f"(x), "f"(y), "f"(z)); return v;
 }

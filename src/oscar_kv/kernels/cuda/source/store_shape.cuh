@@ -4,7 +4,9 @@
 #pragma once
 #include "store_steps.cuh"
 
-// Rows of x' (fp32) in shared memory, 16-byte groups of four dimensions. Errors take the place of what is done: a group
+constexpr int TILES = Side<true>::TILES, ROWS = Side<true>::ROWS;
+
+// Rows (fp32) in shared memory, 16-byte groups of four dimensions. Errors take the place of what is done: a group
 // then holds four fp16 hi, four fp16 lo. Groups are spread so that neither eight rows of one column nor two rows of four
 // columns meet in a bank.
 constexpr int X_STRIDE = (K_DIM + 31) / 32 * 128;  // bytes a row
@@ -28,48 +30,39 @@ DEVICE void to_rows(const float (&acc)[TILES][2][4], float* scratch, float (&out
   __syncwarp();
 }
 
-// tile: x'; s: the plain steps. Codes to shared memory, the stored pairs to the page.
-DEVICE void shaped_codes(const Params& p, int head, Tile<K_DIM>& tile, Steps<2 * TILES>& s, u8* rows, float* scratch, u8* codes, u8* page, int warp_row) {
+// tile: y; s: the plain steps. Codes to shared memory, the stored pairs to the page.
+// All is counted in steps from the zero point, halved until errors fit fp16: then code and error are one instruction each.
+DEVICE void shaped_codes(const Params& p, int head, SideTile<true>& tile, Steps<2 * TILES>& s, u8* rows, float* scratch, u8* codes, u8* page, int warp_row) {
   constexpr int D = K_DIM, R = 2 * TILES, TOP = (1 << K_BITS) - 1;
   const int lane = lane_of(), row = lane / 4, quad = lane % 4, mine = lane % ROWS;
-  float largest[R];
-#pragma unroll
-  for (int r = 0; r < R; ++r) largest[r] = 0.f;
-  tile.each([&](int r, int, float x) { largest[r] = fmaxf(largest[r], fabsf(x)); });
-#pragma unroll
-  for (int i = 1; i <= 2; ++i)
-#pragma unroll
-    for (int r = 0; r < R; ++r) largest[r] = fmaxf(largest[r], __shfl_xor_sync(FULL, largest[r], i));
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    if (quad == 0) *(float4*)(scratch + 4 * (8 * r + row)) = {s.step[r], s.zero[r], s.mean[r], largest[r]};
+    // Feedback widens what is rounded. A row without spread stays: widening would move its exact zero.
+    const float wider = s.step[r] > MIN_STEP ? SHAPED_STEP_FACTOR : 1.f;
+    const float zero = to_half(__fadd_rn(s.zero[r], __fmul_rn(__fmul_rn(TOP / 2.f, s.step[r]), 1.f - wider)));
+    const float step = to_step(__fmul_rn(s.step[r], wider)), inverse = reciprocal(step), offset = s.mean[r] - zero;
+    const float bound = (root(s.square[r]) + fabsf(offset)) * inverse + TOP;  // of every error
+    const int halvings = max((int)((__float_as_uint(bound) >> 23) & 255) - 127 - 13, 0);
+    const float down = __uint_as_float((u32)(127 - halvings) << 23), scale = inverse * down, at = offset * inverse * down;
+    if (quad == 0) *(float4*)(scratch + 4 * (8 * r + row)) = {step, zero, down, at};
 #pragma unroll
-    for (int n = 0; n < D / 8; ++n)
-      *(float2*)(rows + x_offset(8 * r + row, 2 * n + quad / 2) + quad % 2 * 8) = {tile.x[r / 2][n][2 * (r % 2)], tile.x[r / 2][n][2 * (r % 2) + 1]};
+    for (int n = 0; n < D / 8; ++n) {
+      const float* y = &tile.x[r / 2][n][2 * (r % 2)];
+      *(float2*)(rows + x_offset(8 * r + row, 2 * n + quad / 2) + quad % 2 * 8) = {fmaf(y[0], scale, at), fmaf(y[1], scale, at)};
+    }
   }
   __syncwarp();
   const float4 about = *(const float4*)(scratch + 4 * mine);
   __syncwarp();
   float step = about.x, zero = about.y;
-  const float mean = about.z;
-  {  // Feedback widens what is rounded. A row without spread stays: widening would move its exact zero.
-    const float factor = step > MIN_STEP ? SHAPED_STEP_FACTOR : 1.f;
-    zero = to_half(__fadd_rn(zero, __fmul_rn(__fmul_rn(TOP / 2.f, step), 1.f - factor)));
-    step = to_step(__fmul_rn(step, factor));
-  }
-  const float inverse = 1.f / step, offset = mean - zero;
-  // A power of two above every error of the row.
-  const float bound = about.w + fmaxf(fabsf(zero), fabsf(fmaf((float)TOP, step, zero)));
-  const int exponent = max((int)((__float_as_uint(bound) >> 23) & 255) - 127 + 1, -60);
-  const float up = __uint_as_float((u32)(127 + 14 - exponent) << 23);
-  const float down = __uint_as_float((u32)(127 - 14 + exponent) << 23) * p.upper_unscale[head];
-  const float code_down = 16777216.f * p.upper_unscale[head];
-  const u8* factor = p.upper_factor + (u64)head * (D * D * 4) + lane * 16;
-  const float* upper = p.upper + (u64)head * D * D;
+  const float down = about.z, offset = about.w, unit = 1.f / down / TOP;
+  const float upper_down = p.upper_unscale[head], code_down = 16777216.f * upper_down;
+  const u8* factor = p.upper_factor + (u64)head * (D * D * 4) + lane * 16;  // of the block's columns
+  const u8* upper = (const u8*)(p.upper + (u64)head * D * D);  // of the block: its square on the diagonal
   const float2* metric = (const float2*)(p.metric + (u64)head * D * 2);  // column sums of I + U, D
   float own = 0.f, with_error = 0.f, with_sum = 0.f, errors = 0.f, sum = 0.f;
 #pragma unroll 1
-  for (int b = 0; b < D / 16; ++b) {
+  for (int b = 0; b < D / 16; ++b, factor += 1024, upper += 16 * (D + 1) * 4, metric += 16) {
     float main[TILES][2][4], rest[TILES][2][4], coded[TILES][2][4];
 #pragma unroll
     for (int mt = 0; mt < TILES; ++mt)
@@ -77,11 +70,12 @@ DEVICE void shaped_codes(const Params& p, int head, Tile<K_DIM>& tile, Steps<2 *
       for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int k = 0; k < 4; ++k) main[mt][n][k] = rest[mt][n][k] = coded[mt][n][k] = 0.f;
+    const u8* part = factor;
 #pragma unroll 2
-    for (int j = 0; j < b; ++j) {
+    for (int j = 0; j < b; ++j, part += D / 8 * 512) {
       Word4 t[2];
 #pragma unroll
-      for (int n = 0; n < 2; ++n) t[n] = load_table(factor + (j * (D / 8) + 2 * b + n) * 512);
+      for (int n = 0; n < 2; ++n) t[n] = load_table(part + n * 512);
 #pragma unroll
       for (int mt = 0; mt < TILES; ++mt) {
         const int at = 16 * mt + row;
@@ -98,7 +92,7 @@ DEVICE void shaped_codes(const Params& p, int head, Tile<K_DIM>& tile, Steps<2 *
         for (int n = 0; n < 2; ++n) {
           mma_half(main[mt][n], hi, t[n].x, t[n].y);
           mma_half(rest[mt][n], hi, t[n].z, t[n].w), mma_half(rest[mt][n], lo, t[n].x, t[n].y);
-          if (UNBIASED) mma_half(coded[mt][n], code, t[n].z, t[n].w), mma_half(coded[mt][n], code, t[n].x, t[n].y);
+          if (UNBIASED) mma_half(coded[mt][n], code, t[n].x, t[n].y);  // for scales: the low part does not count
         }
       }
     }
@@ -117,7 +111,7 @@ DEVICE void shaped_codes(const Params& p, int head, Tile<K_DIM>& tile, Steps<2 *
       x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
     }
 #pragma unroll
-    for (int k = 0; k < 16; ++k) fed[k] = fmaf(fed[k], down, x[k]), walked[k] = UNBIASED ? walked[k] * code_down : 0.f;
+    for (int k = 0; k < 16; ++k) fed[k] = fmaf(fed[k], upper_down, x[k]), walked[k] = UNBIASED ? walked[k] * code_down : 0.f;
     u32 packed[4] = {0, 0, 0, 0}, hi[8], lo[8];
     float even = 0.f;
 #pragma unroll
@@ -125,12 +119,11 @@ DEVICE void shaped_codes(const Params& p, int head, Tile<K_DIM>& tile, Steps<2 *
       float u[16];
 #pragma unroll
       for (int i = (k + 1) / 4; i < 4; ++i) {
-        const Word4 v = load_table(upper + (16 * b + k) * D + 16 * b + 4 * i);
+        const Word4 v = load_table(upper + (k * D + 4 * i) * 4);
         u[4 * i] = __uint_as_float(v.x), u[4 * i + 1] = __uint_as_float(v.y);
         u[4 * i + 2] = __uint_as_float(v.z), u[4 * i + 3] = __uint_as_float(v.w);
       }
-      const float m = magic_code<TOP>(fed[k] - zero, step, inverse), code = m - MAGIC;
-      const float rounded = fmaf(code, step, zero), error = x[k] - rounded;
+      const float m = fmaf(fma_unit(fed[k], unit, 0.f), (float)TOP, MAGIC), code = m - MAGIC, error = fmaf(code, -down, x[k]);
       packed[k / 4] |= (__float_as_uint(m) & TOP) << 8 * (k % 4);
 #pragma unroll
       for (int i = k + 1; i < 16; ++i) {
@@ -138,17 +131,16 @@ DEVICE void shaped_codes(const Params& p, int head, Tile<K_DIM>& tile, Steps<2 *
         if (UNBIASED) walked[i] = fmaf(code, u[i], walked[i]);
       }
       if (UNBIASED) {  // w = (x - mean)(I + U); eta = e(I + U)
-        const float2 column = metric[16 * b + k];
-        const float eta = fed[k] - rounded, w = fmaf(step, walked[k] + code, fmaf(-offset, column.x, eta)), t = column.y * w;
+        const float2 column = metric[k];
+        const float eta = fmaf(code, -down, fed[k]), w = fmaf(down, walked[k] + code, fmaf(-offset, column.x, eta)), t = column.y * w;
         own = fmaf(t, w, own), with_error = fmaf(t, eta, with_error), with_sum = fmaf(t, column.x, with_sum);
         errors += error, sum += code;
       }
-      const float scaled = error * up;
       if (k % 2 == 0) {
-        even = scaled;
+        even = error;
       } else {
-        hi[k / 2] = pack_half(even, scaled);
-        lo[k / 2] = pack_half(even - half_low(hi[k / 2]), scaled - half_high(hi[k / 2]));
+        hi[k / 2] = pack_half(even, error);
+        lo[k / 2] = pack_half(even - half_low(hi[k / 2]), error - half_high(hi[k / 2]));
       }
     }
     if (lane < ROWS) {  // lanes beyond the rows only keep their fellows company
@@ -164,4 +156,8 @@ DEVICE void shaped_codes(const Params& p, int head, Tile<K_DIM>& tile, Steps<2 *
     stretch(own, cross, __fadd_rn(__fmul_rn(step, sum / D), zero), step, zero);
   }
   if (lane < ROWS) write_pair(page, true, warp_row + mine, step, zero);
+  if constexpr (packs_alone<true>()) {
+    pack_bytes<low_bits(K_BITS)>(codes, page, warp_row, 0);
+    if (K_BITS == 3) pack_bytes<1>(codes, page + PAGE * D * 2 / 8, warp_row, 2);
+  }
 }
