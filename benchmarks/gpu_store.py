@@ -73,7 +73,7 @@ CHECKS = [
     Config(dtype=torch.float16),
     Config(options={"offset": 50.0}),
     Config(options=PLAIN),
-    Config(tuning={"tiles": 1}),
+    Config(tuning={"tiles": 1, "value_tiles": 2}),
     Config(PageLayout(128, 128, 2, 1)),
     Config(PageLayout(128, 128, 3, 3)),
     Config(PageLayout(128, 128, 4, 4)),
@@ -86,10 +86,16 @@ CHECKS = [
 ]
 TIMED = [Config(), Config(options=PLAIN)]
 TUNED = [
-    *(Config(tuning=t) for t in ({"groups": 2}, {"groups": 4}, {"tiles": 1}, {"tiles": 1, "groups": 1})),
-    *(Config(options=PLAIN, tuning=t) for t in ({"groups": 2}, {"groups": 3}, {"tiles": 1})),
-]
-STEP_CONFIGS = [Config(), Config(tuning={"tiles": 1}), Config(options=PLAIN)]
+    *(Config(tuning=t) for t in (
+        {"value_tiles": 2, "value_warps": 8}, {"value_warps": 12}, {"key_pages": 2, "value_pages": 2},
+        {"key_pages": 4}, {"tiles": 1, "key_warps": 12},
+    )),
+    *(Config(options=PLAIN, tuning=t) for t in (
+        {"tiles": 2, "key_warps": 8, "value_tiles": 2, "value_warps": 8}, {"key_warps": 12, "value_warps": 12},
+        {"key_pages": 2, "value_pages": 2},
+    )),
+]  # fmt: skip
+STEP_CONFIGS = [Config(), Config(options=PLAIN)]
 DEQUANTISED = [
     (K2V2, torch.bfloat16),
     (K2V2, torch.float16),

@@ -13,6 +13,10 @@ DEVICE void forget(u32&) {}
 DEVICE int lane_of() { return threadIdx.x % 32; }
 DEVICE Word4 load_table(const void* p) { return *(const Word4*)p; }
 DEVICE Word4 load_once(const void* p) { return *(const Word4*)p; }
+DEVICE u32 half_add(u32 x, u32 y) { return pack_half(half_low(x) + half_low(y), half_high(x) + half_high(y)); }
+DEVICE u32 half_fma(u32 x, u32 y, u32 z) {
+  return pack_half(half_low(x) * half_low(y) + half_low(z), half_high(x) * half_high(y) + half_high(z));
+}
 DEVICE float reciprocal(float x) { return 1.f / x; }
 DEVICE float root(float x) { return std::sqrt(x); }
 DEVICE float fma_unit(float x, float y, float z) {

@@ -323,4 +323,4 @@ def test_what_cannot_be_served_is_refused() -> None:
     with pytest.raises(OscarError, match="compute capability"):
         StoreSpec.choose(SMALL, torch.bfloat16, tables, (7, 5))
     with pytest.raises(OscarError, match="shared memory"):
-        StoreSpec.choose(PageLayout(256, 256, 2, 2), torch.bfloat16, tables, (8, 6), groups=2)
+        StoreSpec.choose(PageLayout(256, 256, 2, 2), torch.bfloat16, tables, (8, 6), key_pages=2)

@@ -154,8 +154,8 @@ def run(
         return
     for name, keys, pages in (("store_keys", True, spec.key_pages), ("store_values", False, spec.value_pages)):
         params.groups, params.parts = pages, -(-units // pages)
-        threads, shared = pages * spec.group_threads(keys), pages * spec.group_bytes(keys)
-        kernels.launch(name, (params.parts * kv, 1), threads, shared, params)
+        threads, size = pages * spec.group_threads(keys), pages * spec.group_bytes(keys)
+        kernels.launch(name, (params.parts * kv, 1), threads, size, params)
     kernels.launch("store_rows", (row_blocks, batch * kv), _ROW_THREADS, 0, params)
 
 

@@ -22,8 +22,9 @@ _POINTERS = (
     ("ring_v", "u8*"), ("k_factor", "const u8*"), ("v_factor", "const u8*"), ("k_rotation", "const float*"),
     ("v_rotation", "const float*"), ("k_centre", "const float*"), ("v_centre", "const float*"),
     ("k_shift", "const float*"), ("v_shift", "const float*"), ("k_unscale", "const float*"),
-    ("v_unscale", "const float*"), ("k_least_norm", "const float*"), ("v_least_norm", "const float*"), ("upper_factor", "const u8*"), ("upper", "const float*"),
-    ("upper_unscale", "const float*"), ("metric", "const float*"),
+    ("v_unscale", "const float*"), ("k_least_norm", "const float*"), ("v_least_norm", "const float*"),
+    ("upper_factor", "const u8*"), ("upper", "const float*"),
+    ("upper_unscale", "const float*"), ("metric", "const u8*"),
 )  # fmt: skip
 _STRIDES = ("k_batch", "k_head", "k_token", "v_batch", "v_head", "v_token")
 _INTS = (
@@ -65,10 +66,10 @@ class StoreSpec:
     capability: tuple[int, int]
     tiles: int
     value_tiles: int
+    key_warps: int
+    value_warps: int
     key_pages: int = 1
     value_pages: int = 1
-    key_warps: int = 12
-    value_warps: int = 12
 
     @classmethod
     def choose(
@@ -88,11 +89,15 @@ class StoreSpec:
         if dtype not in (torch.float16, torch.bfloat16):
             raise OscarError(f"the CUDA store kernel takes float16 or bfloat16 rows, got {dtype}")
         shaped = tables.upper is not None
-        tiles, value_tiles = (2 if d <= 128 else 1 for d in (layout.k_dim, layout.v_dim))
-        choice = {"tiles": tiles, "value_tiles": value_tiles, **tuning}
-        for name, side, d in (("key_warps", "tiles", layout.k_dim), ("value_warps", "value_tiles", layout.v_dim)):
-            # A warp's numbers, and half as much again: 64 warps a multiprocessor could have at 32 registers a thread.
-            choice.setdefault(name, 8 if choice[side] * d > 256 or (name == "key_warps" and shaped) else 12)
+        # With shaping a lane rounds a row: 32 rows a warp leave none idle; shared memory then allows eight warps.
+        # Otherwise 16 rows of up to 128 numbers leave registers for sixteen warps.
+        choice: dict[str, int] = {}
+        for tiles, warps, d, wide in (
+            ("tiles", "key_warps", layout.k_dim, shaped), ("value_tiles", "value_warps", layout.v_dim, False),
+        ):  # fmt: skip
+            choice[tiles] = tuning.get(tiles, 2 if wide and d <= 128 else 1)
+            choice[warps] = 16 if choice[tiles] * d <= 128 and not wide else 8
+        choice |= tuning
         spec = cls(
             layout, dtype, tables.k_rotation is not None, tables.v_rotation is not None, shaped, tables.unbiased,
             capability, **choice,
@@ -114,7 +119,8 @@ class StoreSpec:
 
     @property
     def step_threads(self) -> int:
-        return max(self.group_threads(True), self.group_threads(False))
+        """Threads that write a page of either side at a decode step: few, so that many requests' rows go in one wave."""
+        return 64 if max(self.layout.k_dim, self.layout.v_dim) <= 128 else 128
 
     @property
     def code_stride(self) -> int:

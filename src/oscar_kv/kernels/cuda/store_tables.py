@@ -45,12 +45,27 @@ def pack_factor(matrix: Tensor, steps_of_32: bool) -> tuple[Tensor, Tensor]:
     return torch.cat([fragments(high), fragments(low)], -1).contiguous(), (1 / up).float().contiguous()
 
 
+def pack_weight(weight: Tensor) -> Tensor:
+    """A [heads, d, d] times a power of two → fp16 [heads, d/16, d/16, 32, 8]: blocks of 16 columns as B fragments.
+
+    Columns lie as rows do (four of a lane in a row of each 16), so that products can be an operand in turn.
+    """
+    heads, d, _ = weight.shape
+    _, exponent = torch.frexp(weight.abs().amax((1, 2)).double())
+    down = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), -exponent)
+    scaled = (weight.double() * down[:, None, None]).half()
+    order = row_order(d, False).to(weight.device)
+    x = scaled[:, order][..., order.flatten()].view(heads, d // 16, 4, 2, 2, d // 16, 4, 2, 2)
+    # heads, step, quad, row half, row of two, block, column quad, column half, column of two
+    return x.permute(0, 5, 1, 6, 8, 2, 7, 3, 4).reshape(heads, d // 16, d // 16, 32, 8).contiguous()
+
+
 @dataclass(frozen=True)
 class Side:
     """One side's centre [heads, d], and with a rotation: its fragments, its fp32 form, centre·rotation, least_norm.
 
-    least_norm [heads]: squared norm of a turned row from which on the kernel's quick products are exact enough. Shorter
-    rows than a quarter of the centre lose digits against it, and rows below 2⁻¹⁰ an element have parts below fp16's grid.
+    least_norm [heads]: squared norm of a turned row from which on the kernel's quick products are exact enough. Rows
+    shorter than a quarter of the centre lose digits against it, those below 2⁻¹⁰ an element leave fp16's grid.
     """
 
     centre: Tensor
@@ -71,7 +86,7 @@ class Side:
 
 @dataclass(frozen=True)
 class PreparedTables:
-    """All that the kernel reads of a layer. upper is I + U in fp32; metric [heads, dk, 2]: its column sums, and D."""
+    """All that the kernel reads of a layer. upper is I + U in fp32, metric A in fp16 fragments."""
 
     k: Side
     v: Side
@@ -85,8 +100,9 @@ class PreparedTables:
         k, v = Side.of(t.k_centre, t.k_rotation), Side.of(t.v_centre, t.v_rotation)
         if t.upper is None or t.diagonal is None:
             return cls(k, v, None, None, None, None)
-        metric = torch.stack([t.upper.double().sum(1).float(), t.diagonal], -1).contiguous()
-        return cls(k, v, t.upper, *pack_factor(t.upper.triu(1), False), metric)
+        upper = t.upper.double()
+        weight = (upper * t.diagonal.double()[:, None]) @ upper.mT
+        return cls(k, v, t.upper, *pack_factor(t.upper.triu(1), False), pack_weight(weight))
 
 
 _prepared: dict[int, PreparedTables] = {}

@@ -108,7 +108,7 @@ template <int ROWS, int THREADS> DEVICE void finish(const Params& p) {
     float acc[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) acc[r] = 0.f;
-#pragma unroll EARLY ? DEPTH : 16
+#pragma unroll EARLY ? DEPTH : 8
     for (int i = 0; i < DEPTH; ++i) {
       const float x = EARLY ? early[EARLY ? i : 0] : turn[i * V_DIM];
 #pragma unroll
@@ -133,4 +133,4 @@ template <int ROWS, int THREADS> DEVICE void finish(const Params& p) {
 }
 extern "C" __global__ void __launch_bounds__(512, 1) finish_one(const __grid_constant__ Params p) { finish<1, 512>(p); }
 extern "C" __global__ void __launch_bounds__(512, 1) finish_some(const __grid_constant__ Params p) { finish<FINISH_ROWS, 512>(p); }
-extern "C" __global__ void __launch_bounds__(256, 3) finish_many(const __grid_constant__ Params p) { finish<FINISH_ROWS, 256>(p); }
+extern "C" __global__ void __launch_bounds__(256, V_DIM > 128 ? 2 : 3) finish_many(const __grid_constant__ Params p) { finish<FINISH_ROWS, 256>(p); }

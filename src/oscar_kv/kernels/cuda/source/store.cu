@@ -31,79 +31,83 @@ template <bool KEYS, int B> DEVICE u32 plane_word(const u8* codes, int index, in
   }
   return out;
 }
-template <bool KEYS> DEVICE void pack(const u8* codes, u8* page, int thread) {
+template <bool KEYS, int THREADS> DEVICE void pack(const u8* codes, u8* page, int thread) {
   using S = Side<KEYS>;
   constexpr int B = low_bits(S::BITS), size = 32 * plane_words(S::D, B);
   u32* to = (u32*)(page + (KEYS ? 0 : V_OFFSET));
 #pragma unroll 1
-  for (int i = thread; i < size; i += S::THREADS) to[i] = plane_word<KEYS, B>(codes, i, 0);
+  for (int i = thread; i < size; i += THREADS) to[i] = plane_word<KEYS, B>(codes, i, 0);
   if (S::BITS == 3)
 #pragma unroll 1
-    for (int i = thread; i < 32 * plane_words(S::D, 1); i += S::THREADS) to[size + i] = plane_word<KEYS, 1>(codes, i, 2);
+    for (int i = thread; i < 32 * plane_words(S::D, 1); i += THREADS) to[size + i] = plane_word<KEYS, 1>(codes, i, 2);
 }
 
-template <bool KEYS> DEVICE void write_page(const Params& p, const Page& where, u8* page, u8* shared, int group) {
+template <bool KEYS, int THREADS> DEVICE void write_page(const Params& p, const Page& where, u8* page, u8* shared, int group) {
   using S = Side<KEYS>;
-  const int thread = threadIdx.x % S::THREADS, warp = thread / 32, warp_row = warp * S::ROWS;
+  const int thread = threadIdx.x % THREADS, warp = thread / 32;
   u8* codes = shared + group * (KEYS ? K_GROUP_BYTES : V_GROUP_BYTES);
   float* scratch = (float*)(codes + (packs_alone<KEYS>() && !S::SHAPE ? 0 : PAGE * CODE_STRIDE) + warp * (KEYS ? K_WARP_BYTES : V_WARP_BYTES));
-  SideTile<KEYS> tile;
-  Steps<2 * S::TILES> steps;
-  if constexpr (S::ROTATED) {
-    const float least = S::least_norm(p, where.head);
 #pragma unroll 1
-    for (bool again = false;; again = true) {
-      if (again) careful_rows<KEYS>(p, where, warp_row, scratch, tile);
-      else quick_rows<KEYS>(p, where, warp_row, tile);
-      moments<S::D, S::BITS>(tile, steps);
-      bool good = true;
+  for (int warp_row = warp * S::ROWS; warp_row < PAGE; warp_row += THREADS / 32 * S::ROWS) {
+    SideTile<KEYS> tile;
+    Steps<2 * S::TILES> steps;
+    if constexpr (S::ROTATED) {
+      const float least = S::least_norm(p, where.head);
+#pragma unroll 1
+      for (bool again = false;; again = true) {
+        if (again) careful_rows<KEYS>(p, where, warp_row, scratch, tile);
+        else quick_rows<KEYS>(p, where, warp_row, tile);
+        moments<S::D, S::BITS>(tile, steps);
+        bool good = true;
 #pragma unroll
-      for (int r = 0; r < 2 * S::TILES; ++r) {
-        const float norm = fmaf(S::D * steps.mean[r], steps.mean[r], steps.square[r]);
-        good &= norm >= least && norm < MOST_NORM;
+        for (int r = 0; r < 2 * S::TILES; ++r) {
+          const float norm = fmaf(S::D * steps.mean[r], steps.mean[r], steps.square[r]);
+          good &= norm >= least && norm < MOST_NORM;
+        }
+        if (again || !__any_sync(FULL, !good)) break;
       }
-      if (again || !__any_sync(FULL, !good)) break;
+    } else {
+      plain_rows<KEYS>(p, where, warp_row, tile);
+      moments<S::D, S::BITS>(tile, steps);
     }
-  } else {
-    plain_rows<KEYS>(p, where, warp_row, tile);
-    moments<S::D, S::BITS>(tile, steps);
+    least_squares<S::D, S::BITS, (S::BITS > 2 && !S::SHAPE)>(tile, steps);
+    if constexpr (S::SHAPE) shaped_codes(p, where.head, tile, steps, (u8*)scratch + SCRATCH_BYTES, scratch, codes, page, warp_row);
+    else plain_codes<KEYS>(tile, steps, codes, page, warp_row);
+    __syncwarp();
   }
-  least_squares<S::D, S::BITS, (S::BITS > 2 && !S::SHAPE)>(tile, steps);
-  if constexpr (S::SHAPE) shaped_codes(p, where.head, tile, steps, (u8*)scratch + SCRATCH_BYTES, scratch, codes, page, warp_row);
-  else plain_codes<KEYS>(tile, steps, codes, page, warp_row);
   if constexpr (!packs_alone<KEYS>()) {
-    group_sync(group, S::THREADS);
-    pack<KEYS>(codes, page, thread);
+    group_sync(group, THREADS);
+    pack<KEYS, THREADS>(codes, page, thread);
   }
 }
 
 // A unit of work is a page that a request could complete, of one head; a block has one for each of its groups.
-template <bool KEYS, bool KEEP> DEVICE void write_side(const Params& p, u8* shared) {
-  const int group = threadIdx.x / Side<KEYS>::THREADS, head = blockIdx.x / p.parts;
+template <bool KEYS, bool KEEP, int THREADS> DEVICE void write_side(const Params& p, u8* shared) {
+  const int group = threadIdx.x / THREADS, head = blockIdx.x / p.parts;
   const int unit = blockIdx.x % p.parts * p.groups + group;
-  if (group >= p.groups || unit >= p.batch * p.request_pages) return;
+  if (unit >= p.batch * p.request_pages) return;
   const int b = unit / p.request_pages, j = unit % p.request_pages, start = p.start[b], count = p.count[b];
-  if (KEEP && j == 0) keep_rows<KEYS>(p, b, head, start, count, threadIdx.x % Side<KEYS>::THREADS, Side<KEYS>::THREADS);
+  if (KEEP && j == 0) keep_rows<KEYS>(p, b, head, start, count, threadIdx.x % THREADS, THREADS);
   const int number = max(start / PAGE, p.sink_rows / PAGE) + j;
   if (number * PAGE + PAGE - 1 >= start + count || number >= p.max_pages) return;
   const int block = p.block_table[(u64)b * p.max_pages + number];
   if (block < 0) return;
   u8* page = p.pages + ((u64)block * p.kv_heads + head) * PAGE_BYTES;
-  write_page<KEYS>(p, {b, head, slot_of(p, b), number * PAGE, start}, page, shared, group);
+  write_page<KEYS, THREADS>(p, {b, head, slot_of(p, b), number * PAGE, start}, page, shared, group);
 }
 // A prompt's keys and its values each have a launch of their own, what a step writes has one.
 extern "C" __global__ void __launch_bounds__(K_THREADS, K_BLOCKS) store_keys(const __grid_constant__ Params p) {
   DYNAMIC_SHARED(shared);
-  write_side<true, false>(p, shared);
+  write_side<true, false, Side<true>::THREADS>(p, shared);
 }
 extern "C" __global__ void __launch_bounds__(V_THREADS, V_BLOCKS) store_values(const __grid_constant__ Params p) {
   DYNAMIC_SHARED(shared);
-  write_side<false, false>(p, shared);
+  write_side<false, false, Side<false>::THREADS>(p, shared);
 }
 extern "C" __global__ void __launch_bounds__(STEP_THREADS) store_step(const __grid_constant__ Params p) {
   DYNAMIC_SHARED(shared);
-  if (blockIdx.y == 0) write_side<true, true>(p, shared);
-  else write_side<false, true>(p, shared);
+  if (blockIdx.y == 0) write_side<true, true, STEP_THREADS>(p, shared);
+  else write_side<false, true, STEP_THREADS>(p, shared);
 }
 // Raw rows alone, after the pages of a chunk that may overwrite ring rows they are made of.
 extern "C" __global__ void __launch_bounds__(256) store_rows(const __grid_constant__ Params p) {

@@ -26,6 +26,10 @@ DEVICE Word4 load_once(const void* p) {
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
+DEVICE u32 half_add(u32 x, u32 y) { u32 z; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y)); return z; }
+DEVICE u32 half_fma(u32 x, u32 y, u32 z) {
+  u32 v; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(x), "r"(y), "r"(z)); return v;
+}
 // 1 / x of a normal number, to its last bit or so, without the branches of a division; exact for powers of two.
 DEVICE float reciprocal(float x) {
   float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -16,7 +16,7 @@ template <int TOP> struct Rounding {
   float scale, add;
   DEVICE Rounding(float step, float offset) {  // offset: mean - zero
     const float inverse = reciprocal(step);
-    scale = inverse / TOP, add = offset * inverse / TOP;  // a tie of a row without spread stays one
+    scale = inverse * (1.f / TOP), add = offset * inverse * (1.f / TOP);  // a tie of a row without spread stays one
   }
   DEVICE float operator()(float y) const { return fmaf(fma_unit(y, scale, add), (float)TOP, MAGIC); }
 };
