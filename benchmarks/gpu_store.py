@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_timing import RING, ROOT, SINK, copy_bandwidth, time_graph
+from checkout import ROOT
 from store_reference import difference, encode_prompt, in_double, random_codec, random_rows, weighted_error
 
+from oscar_kv.bench.shapes import RING, SINK
+from oscar_kv.bench.timing import copy_bandwidth, time_graph
 from oscar_kv.kernels.base import StoreTables, Windows
 from oscar_kv.kernels.cuda.compiler import compile_cached
 from oscar_kv.kernels.cuda.dequantise import DEQUANTISE_HEADERS, CudaDequantise, DequantiseSpec
@@ -337,7 +339,7 @@ def main() -> None:
         for c in CHECKS[: args.some_checks]:
             report.tried(f"check {c}", partial(check, report, c))
     if "copy" in parts:
-        report.copy = copy_bandwidth()
+        report.copy = copy_bandwidth(DEVICE)
         report.say(f"copy {report.copy:.2f} TB/s")
     if "steps" in parts:
         for c in STEP_CONFIGS:

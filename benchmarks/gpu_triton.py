@@ -5,7 +5,7 @@
     python benchmarks/gpu_triton.py --parts times,write     # some of it
 
 Compiling takes most of the time, so kernels are first compiled, and answers checked, in several processes at once.
-Times are medians of CUDA-graph replays over several input sets, as in gpu_decode.py, whose inputs these are.
+Times are medians of CUDA-graph replays over several input sets; inputs and clock are those of ``oscar-kv bench``.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import decode_timing as timing  # puts the tests' helpers on the path
+import checkout  # noqa: F401  (the path of what follows)
 import torch
-from decode_reference import Case, random_case, reference, relative_error, to_device
-from decode_timing import PAGE, RECENT, RING, SINK, Shape
-from gpu_decode import our_inputs
+from decode_reference import random_case, reference, relative_error, to_device
 
+from oscar_kv.bench.inputs import DecodeArguments, decode_arguments
+from oscar_kv.bench.reference import decode_error
+from oscar_kv.bench.shapes import RECENT, RING, SINK, DecodeShape
+from oscar_kv.bench.timing import copy_bandwidth, time_graph
 from oscar_kv.codec import LayerCodec
 from oscar_kv.kernels.base import StoreTables, Windows
 from oscar_kv.kernels.triton.decode import TritonDecode
 from oscar_kv.kernels.triton.dequantise import TritonDequantise
 from oscar_kv.kernels.triton.store import TritonStore
-from oscar_kv.layout import PageLayout, read_pages
+from oscar_kv.layout import PAGE, PageLayout, read_pages
 from oscar_kv.quantizer import ErrorWeight, normalised_weight
 from oscar_kv.recipe import Recipe
 from oscar_kv.transform import SideTransform
@@ -65,8 +67,12 @@ VARIANTS: list[dict[str, int]] = [
     {"stages": 3, "programs": 16},
     {"warps": 2},
 ]
-SHAPES = [(Shape(32, 8), VARIANTS), (Shape(32, 1), VARIANTS[:6]), (Shape(32, 32), VARIANTS[:5])]
-MORE = [Shape(64, 8), Shape(96, 8), Shape(32, 8, k_bits=4, v_bits=4), Shape(32, 8, head_dim=64)]
+SHAPES = [(DecodeShape(batch=8), VARIANTS), (DecodeShape(), VARIANTS[:6]), (DecodeShape(batch=32), VARIANTS[:5])]
+MORE = [
+    *(DecodeShape(q_heads=q, batch=8) for q in (64, 96)),
+    DecodeShape(batch=8, k_bits=4, v_bits=4),
+    DecodeShape(batch=8, head_dim=64),
+]
 STORES = [
     (PageLayout(128, 128, 2, 2), True),
     (PageLayout(128, 128, 2, 2), False),
@@ -143,15 +149,6 @@ def check_store(layout: PageLayout, shaping: bool, precision: str) -> dict[str, 
     return {"ok": ok, "rows_that_differ": differ, "dequantised_error": worst}
 
 
-def last_error(inputs: tuple[Any, ...], decode: TritonDecode) -> float:
-    """Relative error of the last request's answer at a shape that is timed."""
-    q, pages, table, start, end, length, w, t, layout = inputs
-    got = decode(*inputs)[-1:]
-    windows = Windows(w.sink_k[-1:], w.sink_v[-1:], w.ring_k[-1:], w.ring_v[-1:])
-    last = Case(layout, q[-1:], pages, table[-1:], start[-1:], end[-1:], length[-1:], windows, t)
-    return relative_error(got, reference(last))
-
-
 class Report:
     def __init__(self, file: Path | None) -> None:
         self.file, self.began, self.rows, self.good = file, time.time(), [], True  # type: ignore[var-annotated]
@@ -173,9 +170,9 @@ class Report:
             self.file.write_text(json.dumps({"meta": meta, "rows": self.rows}, indent=1) + "\n")
 
 
-def compile_for(s: Shape, tuning: dict[str, int]) -> dict[str, Any]:
+def compile_for(s: DecodeShape, tuning: dict[str, int]) -> dict[str, Any]:
     """Fills the compiler's cache: batch and context do not matter to it."""
-    TritonDecode(**tuning)(*our_inputs(dataclasses.replace(s, batch=1, context=1024), 1)[0])
+    TritonDecode(**tuning)(*decode_arguments(dataclasses.replace(s, batch=1, context=1024), "cuda"))
     torch.cuda.synchronize()
     return {}
 
@@ -234,20 +231,20 @@ def main() -> None:
     if not {"times", "write"} & set(wanted):
         print("passed" if report.good else "FAILED")
         sys.exit(not report.good)
-    bandwidth = timing.copy_bandwidth()
+    bandwidth = copy_bandwidth("cuda")
 
-    def timed(s: Shape, tuning: dict[str, int], inputs: list[tuple[Any, ...]]) -> dict[str, Any]:
+    def timed(s: DecodeShape, tuning: dict[str, int], inputs: list[DecodeArguments]) -> dict[str, Any]:
         decode = TritonDecode(**tuning)
-        error = last_error(inputs[0], decode) if s.batch < 32 else None
-        ms = timing.time_graph([partial(decode, *x) for x in inputs], replays=9)
+        error = decode_error(decode(*inputs[0]), inputs[0])
+        ms = time_graph([partial(decode, *x) for x in inputs], replays=9)
         share = s.bytes / bandwidth / 1e9 / ms
-        return {"ok": error is None or error < 4e-3, "ms": ms, "share": share, "error": error, **tuning}
+        return {"ok": error < 4e-3, "ms": ms, "share": share, "error": error, **tuning}
 
     shapes = [*SHAPES, *((s, [{}]) for s in MORE)] if "times" in wanted else []
     for s, variants in shapes:
         if late():
             break
-        inputs = our_inputs(s, max(2, min(12, (1 << 30) // s.bytes)))
+        inputs = [decode_arguments(s, "cuda") for _ in range(max(2, min(12, (1 << 30) // s.bytes)))]
         for tuning in variants:
             if not late():
                 report.part(f"decode {s}", partial(timed, s, tuning, inputs))
@@ -257,7 +254,7 @@ def main() -> None:
     def write(batch: int, n: int, start: int, **options: Any) -> dict[str, Any]:
         codec = random_codec(PageLayout(128, 128, 2, 2), True, 8)
         calls = [partial(TritonStore(**options), *store_arguments(codec, batch, n, start)) for _ in range(2)]
-        ms = timing.time_graph(calls, replays=9)
+        ms = time_graph(calls, replays=9)
         size = batch * n * 8 * (512 + 72)
         return {"ms": ms, "share": size / bandwidth / 1e9 / ms, **options}
 

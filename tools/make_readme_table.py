@@ -24,6 +24,8 @@ PICTURE = """![KL divergence to full precision by recipe](docs/images/quality.pn
 
 *`naive`, `quarot`, `oscar-paper`, `k2v2-plain` and `k2v2` store the same number of bytes.
 [How it is measured](#measured-results).*"""
+OF_SPEED = {f"{part}_h200" for part in ("decode", "store", "prefill", "model")}
+"""Files that tools/make_speed_table.py has tables for."""
 NONE_YET = "No results file is in `benchmarks/results/` yet."
 RECIPES = ("bf16", "naive", "quarot", "oscar-paper", "k2v2-plain", "k2v1", "k2v2", "k3v2", "k3v3", "k4v4")
 FOLD, FOLD_OTHERS = 24, 8
@@ -161,7 +163,7 @@ def provenance(path: Path, meta: Row) -> str:
 def block(results: Path) -> str:
     """Everything between the markers."""
     # Ablations are evidence for docs/method.md, not results of a preset.
-    found = [p for p in results.glob("*.json") if not p.stem.startswith("ablation")]
+    found = [p for p in results.glob("*.json") if not p.stem.startswith("ablation") and p.stem not in OF_SPEED]
     files = sorted(found, key=lambda p: (not p.stem.startswith("quality"), p.stem))
     if not files:
         return NONE_YET

@@ -41,7 +41,7 @@ def decode(rows: list[Row]) -> list[str]:
 
     keys = list(dict.fromkeys((*(r[f] for f in SHAPE), r["k_bits"], r["v_bits"]) for r in rows if "oscar" in r["op"]))
     columns = ["q / KV heads, d", "batch × context", "K / V bits", "ours, ms", "share of copy speed", "× fastest BF16"]
-    columns += [*(f"{op}, ms" for op in others)]
+    columns += ["× FA3 BF16", *(f"{op}, ms" for op in others)]
     triton = any(r["op"] == "oscar-triton" for r in rows)
     columns += ["ours in Triton, ms"] if triton else []
     body = []
@@ -50,6 +50,7 @@ def decode(rows: list[Row]) -> list[str]:
         ours: Row = ms.get(("oscar-cuda", *key), {})
         cells = [f"{q} / {kv}, {d}", f"{batch} × {context:,}", f"{k} / {v}", number(ours.get("ms"))]
         cells += [number(ours.get("share"), "{:.2f}"), number(ours.get("times_faster"), "{:.2f}")]
+        cells += [number(ours.get("times_faster_fa3"), "{:.2f}")]
         cells += [number(of(op, key[:5])) for op in others]
         cells += [number(ms.get(("oscar-triton", *key), {}).get("ms"))] if triton else []
         body.append(cells)
@@ -71,11 +72,13 @@ def store(rows: list[Row]) -> list[str]:
 
 
 def prefill(rows: list[Row]) -> list[str]:
-    columns = ["op", "chunk over prefix", "ms", "time over fastest BF16", "error", "extra memory, MiB"]
+    columns = ["op", "chunk over prefix", "ms", "time over fastest BF16", "time over FA3", "error", "extra memory, MiB"]
     body = [
         [
-            r["op"], f"{r['chunk']:,} over {r['prefix']:,}", number(r["ms"]), number(r.get("ratio"), "{:.3f}"),
-            number(r.get("error"), "{:.1e}"), number(r.get("peak_extra_bytes", 0) / 2**20, "{:.0f}"),
+            f"{r['op']}, tiles to {r['dense']}" if r.get("dense") else r["op"],
+            f"{r['chunk']:,} over {r['prefix']:,}", number(r["ms"]), number(r.get("ratio"), "{:.3f}"),
+            number(r.get("ratio_fa3"), "{:.3f}"), number(r.get("error"), "{:.1e}"),
+            number(r.get("peak_extra_bytes", 0) / 2**20, "{:.0f}"),
         ]
         for r in rows
     ]  # fmt: skip
@@ -92,12 +95,13 @@ def model(rows: list[Row]) -> list[str]:
         "cache bytes a token",
         "× less memory",
         "× faster",
+        "× FA3 BF16",
     ]
     body = [
         [
             r["op"], figure(r["batch"]), figure(r["context"]), number(r["ms"]), number(r["tokens_per_s"], "{:,.0f}"),
             number(r["cache_bytes_per_token"], "{:,.0f}"), number(r.get("memory_ratio"), "{:.2f}"),
-            number(r.get("times_faster"), "{:.2f}"),
+            number(r.get("times_faster"), "{:.2f}"), number(r.get("times_faster_fa3"), "{:.2f}"),
         ]
         for r in sorted(rows, key=lambda r: (r["batch"], r["ms"]))
     ]  # fmt: skip

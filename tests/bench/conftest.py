@@ -33,30 +33,44 @@ PLAN_SCHEMA = (
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Causal, aligned at the end: q [n, q_heads, d], k, v [t, kv_heads, d]."""
+    return attend_lse(q, k, v, scale, True)[0]
+
+
+def attend_lse(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """The same, causal or not, with the log-sum-exp [q_heads, n]."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
     n, t = q.shape[0], k.shape[1]
     seen = torch.arange(t) <= torch.arange(t - n, t)[:, None]
-    logits = (q.double().transpose(0, 1) @ k.mT * scale).masked_fill(~seen, -torch.inf)
-    return (logits.softmax(-1) @ v).transpose(0, 1)
+    logits = q.double().transpose(0, 1) @ k.mT * scale
+    if causal:
+        logits = logits.masked_fill(~seen, -torch.inf)
+    return (logits.softmax(-1) @ v).transpose(0, 1), logits.logsumexp(-1)
 
 
 def fa3_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    out, starts, used, longest, table = rest[3], rest[4], rest[8], rest[9:11], rest[11]
+    out, starts, key_starts, used, longest, table = *rest[3:6], rest[8], rest[9:11], rest[11]
     descale, scale, causal = rest[17:20], rest[20], rest[21]
-    assert causal
+    if starts is None and used is None:
+        raise RuntimeError("This flash attention build only supports varlen (for build size reasons).")
+    assert causal or table is None
     assert rest[22:24] == (-1, -1)
     assert (descale[0] is None) == (q.dtype != torch.float8_e4m3fn)
     assert out is None or out.dtype == (torch.bfloat16 if descale[0] is not None else q.dtype)
     made = torch.empty_like(q) if out is None else out
     if table is None:
-        made.copy_(torch.stack([attend(*x, scale) for x in zip(q, k, v, strict=True)]))
-    else:
-        assert (starts is None) == (longest == (None, None))
-        for i in range(table.shape[0]):
-            rows = [x[table[i].long()].flatten(0, 1)[: int(used[i])] for x in (k, v)]
-            query = q[i : i + 1] if starts is not None else q[i]
-            made[i].copy_(attend(query, *rows, scale)[0] if starts is not None else attend(query, *rows, scale))
+        assert all(x.dtype == torch.int32 and x.is_contiguous() for x in (starts, key_starts))
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32)
+        for (a, b), (c, d) in zip(starts.unfold(0, 2, 1).tolist(), key_starts.unfold(0, 2, 1).tolist(), strict=True):
+            assert b - a <= longest[0]
+            assert d - c <= longest[1]
+            made[a:b], lse[:, a:b] = attend_lse(q[a:b], k[c:d], v[c:d], scale, causal)
+        return [made, lse]
+    assert (starts is None) == (longest == (None, None))
+    for i in range(table.shape[0]):
+        rows = [x[table[i].long()].flatten(0, 1)[: int(used[i])] for x in (k, v)]
+        query = q[i : i + 1] if starts is not None else q[i]
+        made[i].copy_(attend(query, *rows, scale)[0] if starts is not None else attend(query, *rows, scale))
     return [made, torch.zeros(1)]
 
 

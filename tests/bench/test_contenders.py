@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,31 @@ def test_sglang_gets_the_tokens_of_each_request(fake_sglang: None) -> None:
 def test_dense_prefill_is_causal_and_aligned_at_the_end(fake_fa3: Any, name: str) -> None:
     measured("prefill", name, TINY_PREFILL)
     measured("layer", name, PROMPT)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_our_prefix_is_given_to_fa3_where_its_extension_is_loaded(
+    fake_fa3: Any, monkeypatch: pytest.MonkeyPatch, batched: bool
+) -> None:
+    """The stand-in refuses all but ragged batches, as vLLM's build does; its log-sum-exp comes in either layout."""
+    from oscar_kv.kernels import dense
+
+    def forward(*arguments: Any) -> list[torch.Tensor]:
+        out, lse = fake_fa3.fwd(*arguments)
+        return [out, lse[None] if batched else lse]
+
+    offered = [dense.Dense("FlashAttention-3 (vLLM)", dense._vllm), dense.Dense("plain", dense.plain)]
+    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=forward), raising=False)
+    monkeypatch.setattr(dense, "_candidates", lambda device, dtype: iter(offered))
+    monkeypatch.setattr(dense, "_chosen", {})
+    (found,) = measured("prefill", "oscar-torch", replace(TINY_PREFILL, head_dim=32))
+    assert found["dense"] == "FlashAttention-3 (vLLM)"
+    assert "FlashAttention-3 (vLLM)" in found["notes"]
+    monkeypatch.setattr(dense, "_chosen", {})
+    monkeypatch.delattr(torch.ops, "_vllm_fa3_C")
+    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", SimpleNamespace(fwd=lambda *a: fake_fa3.fwd(*a[:7], None, *a[8:])),
+                        raising=False)  # fmt: skip
+    assert dense.choose(4, 2, 32, 32, torch.float32, torch.device("cpu")).name == "plain", "it raised"
 
 
 def test_flashinfer_prefill(fake_flashinfer: None) -> None:

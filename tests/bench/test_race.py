@@ -16,7 +16,7 @@ from oscar_kv.bench.contenders.base import Contender, Options
 from oscar_kv.bench.race import attempts, outcome, race
 from oscar_kv.bench.report import Report
 from oscar_kv.bench.run import Job, compete, distinct
-from oscar_kv.bench.shapes import TINY, DecodeShape, Shape
+from oscar_kv.bench.shapes import PRESETS, TINY, DecodeShape, Shape
 
 OTHER = DecodeShape(q_heads=4, kv_heads=2, head_dim=16, batch=1, context=400)
 
@@ -143,6 +143,12 @@ def test_a_dense_cache_is_measured_once_for_all_bits() -> None:
     shapes = [DecodeShape(k_bits=k, v_bits=v) for k, v in ((2, 2), (4, 4), (3, 2))] + [DecodeShape(batch=8)]
     assert len(distinct(shapes, {"k_bits": 16, "v_bits": 16})) == 2
     assert distinct(shapes, {}) == shapes
+    eight = DecodeShape(batch=8)
+    for fields in ({}, {"k_bits": 16, "v_bits": 16}):
+        found = distinct(PRESETS["all"], fields)
+        alike = [s for s in found if (s.q_heads, s.head_dim, s.batch) == (32, 128, 8)]
+        assert len(alike) == (5 if not fields else 1)
+        assert found.index(eight) == PRESETS["all"].index(eight), "its place, should time run out, is the first one"
 
 
 def test_a_wrong_answer_of_ours_is_reported_even_if_another_way_is_right(monkeypatch: pytest.MonkeyPatch) -> None:

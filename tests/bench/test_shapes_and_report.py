@@ -54,11 +54,14 @@ def test_every_row_is_on_disk_when_it_was_measured(tmp_path: Path) -> None:
     assert len(first["rows"]) == 1
     assert first["rows"][0]["share"] == pytest.approx(s.bytes / 4.0e12 / 0.02e-3, rel=1e-4)
     assert "times_faster" not in first["rows"][0]
-    report.add("fa3-bf16", {**s.row(), "k_bits": 16, "v_bits": 16}, 0.1, s.dense_bytes(2))
-    report.add("sdpa-bf16", {**s.row(), "k_bits": 16, "v_bits": 16}, 0.2, s.dense_bytes(2))
+    report.add("sdpa-bf16", {**s.row(), "k_bits": 16, "v_bits": 16}, 0.1, s.dense_bytes(2))
+    assert "times_faster_fa3" not in report.rows[0], "not measured"
+    report.add("fa3-bf16", {**s.row(), "k_bits": 16, "v_bits": 16}, 0.2, s.dense_bytes(2))
     report.add("fa3-fp8", {**s.row(), "k_bits": 8, "v_bits": 8}, 0.05, s.dense_bytes(1))
     rows = json.loads(file.read_text())["rows"]
     assert rows[0]["times_faster"] == pytest.approx(5.0), "against the fastest BF16, and no FP8"
+    assert rows[0]["fastest_bf16"] == "sdpa-bf16"
+    assert rows[0]["times_faster_fa3"] == pytest.approx(10.0)
     meta = json.loads(file.read_text())["meta"]
     assert {"command", "commit", "date", "machine", "gpu", "versions", "seed", "copy_tb_s", "notes"} <= set(meta)
     assert meta["notes"].startswith("NO BENCHMARK")
@@ -70,6 +73,7 @@ def test_other_shapes_are_not_compared() -> None:
     report.add("fa3-bf16", DecodeShape(batch=8).row(), 0.7)
     row = report.add("oscar-cuda", DecodeShape(batch=1).row(), 0.02)
     assert "times_faster" not in row
+    assert "times_faster_fa3" not in row
 
 
 def test_json_has_no_infinities() -> None:

@@ -90,7 +90,10 @@ def test_meta_of_a_process_names_no_folder_of_the_machine(monkeypatch: pytest.Mo
 
 
 def test_commit_outside_a_checkout_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OSCAR_KV_COMMIT", raising=False)
     monkeypatch.setattr(results, "_git", lambda *a: None)
     assert results.commit() == "unknown"
     monkeypatch.setattr(results, "_git", lambda *a: "f00" if a[0] == "rev-parse" else " M file")
     assert results.commit() == "f00-dirty"
+    monkeypatch.setenv("OSCAR_KV_COMMIT", "c0ffee")  # a copy may have a history that is not its own
+    assert results.commit() == "c0ffee"

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from oscar_kv.errors import OscarError
 from oscar_kv.kernels import dense as dense_module
+from oscar_kv.kernels import prefix as prefix_module
 from oscar_kv.kernels.base import LayerTables
 from oscar_kv.kernels.dense import Dense, choose, plain
 from oscar_kv.kernels.prefix import History, Workspace, attend_prefix
@@ -111,6 +115,68 @@ def test_the_workspace_does_not_grow_with_the_prefix() -> None:
     for end in (200, 500, 800):
         Case(end=end, position=end + 20).got(tile=128)
         assert [len(k) for k, _ in Workspace._rooms.values()] == [128]
+
+
+@pytest.mark.parametrize("queries", [1, 7, 64])
+def test_queries_may_meet_the_history_some_at_a_time(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_module, "QUERIES", queries)
+    for fields in ({}, {"end": 70, "sink": 70}):
+        case = Case(**fields)
+        wanted = case.wanted()
+        assert (case.got() - wanted).abs().max() < 3e-5 * wanted.abs().max()
+
+
+class Peak(TorchDispatchMode):
+    """Most bytes alive at once of what operations made; what came from outside, and views of it, do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def _note(self, x: Any, counts: bool) -> None:
+        if isinstance(x, Tensor):
+            storage = x.untyped_storage()
+            self.known.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes() if counts else 0))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tree_map(lambda x: self._note(x, False), (args, kwargs))
+        out = func(*args, **kwargs)
+        tree_map(lambda x: self._note(x, True), out)
+        self.known = {key: found for key, found in self.known.items() if not found[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.known.values()))
+        return out
+
+
+def peak_of(case: Case) -> int:
+    case.got(tile=128)  # the room for a tile is made once
+    with Peak() as mode:
+        out = case.got(tile=128)
+    assert mode.peak > out.nbytes
+    return mode.peak
+
+
+def test_nothing_grows_with_the_prefix() -> None:
+    """Two, four and six tiles; the same rows around them."""
+    peaks = {peak_of(Case(sink=64, end=64 + 128 * tiles, position=128 + 128 * tiles)) for tiles in (2, 4, 6)}
+    assert len(peaks) == 1
+
+
+def test_what_the_history_takes_does_not_grow_with_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense kernel that takes nothing but its answer: beyond that of the chunk, a constant remains."""
+
+    def lean(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        return q.new_empty(*q.shape[:2], v.shape[-1]).zero_(), q.new_empty(q.shape[:2]).zero_()
+
+    monkeypatch.setattr(prefix_module, "QUERIES", 64)
+    extra = []
+    for n in (128, 640):
+        case = Case(n=n)
+        with Peak() as mode:
+            out = case.got(Dense("lean", lean), tile=128)
+        extra.append(mode.peak - out.nbytes - 4 * out.shape[0] * out.shape[1])
+    assert extra[0] == extra[1]
 
 
 def test_a_tile_of_broken_pages_is_refused() -> None:

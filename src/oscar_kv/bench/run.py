@@ -36,7 +36,10 @@ def chosen(job: Job, part: str) -> list[str]:
 
 def distinct(shapes: Sequence[Shape], fields: Row) -> list[Shape]:
     """Shapes that differ for this contender: an unquantised cache does not see the bits of the pages."""
-    return list({tuple(v for k, v in s.row().items() if k not in fields): s for s in reversed(shapes)}.values())[::-1]
+    found: dict[tuple[object, ...], Shape] = {}
+    for s in shapes:  # the first of equals keeps its place: what comes first is measured even if time runs out
+        found.setdefault(tuple(v for k, v in s.row().items() if k not in fields), s)
+    return list(found.values())
 
 
 def compete(job: Job, report: Report, part: str, shapes: Sequence[Shape], size_of_row: bool = True) -> list[Outcome]:
@@ -79,5 +82,5 @@ def _take(job: Job, report: Report, name: str, fields: Row, found: Outcome, size
     way = {} if best["way"] == "default" else {"way": best["way"]}
     row = report.add(name, {**found.shape.row(), **fields}, best["ms"], size, error=best["error"], **way, **more)
     share = f", share {row['share']:.3f}" if row.get("share") else ""
-    times = f", {row['times_faster']:.2f} times the fastest BF16" if row.get("times_faster") else ""
+    times = f", {row['times_faster']:.2f} times {row['fastest_bf16']}" if row.get("times_faster") else ""
     job.say(f"{name}, {found.shape}: {best['ms']:.4f} ms{share}{times}, error {best['error']:.1e}")

@@ -11,10 +11,10 @@ are attended separately and joined by their log-sum-exps, which is one softmax o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,24 @@ _SCORES = {"cpu": 1 << 22, "cuda": 1 << 27}
 """Attention scores held at a time (fp32: 16 MB on a CPU, 512 MB on a GPU)."""
 _PAGES = {"cpu": 64, "cuda": 4096}
 """Pages quantised a call: a GPU wants many rows, since shaped rounding runs one dimension after another."""
+
+
+class Attending(Protocol):
+    """What ``emulated`` runs in place of a model's attention: an artifact's cache, or a rival method's.
+
+    layers: those that it serves; the others attend as they do. exact: positions before which no query reads a code.
+    prefill: queries before this position read everything as it is.
+    """
+
+    prefill: int
+
+    @property
+    def layers(self) -> Container[int]: ...
+    @property
+    def exact(self) -> int: ...
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, softcap: float | None) -> Tensor:
+        """q [B, Hq, n, d], k and v [B, Hkv, n, d], post-RoPE → [B, n, Hq, v_dim] in q's dtype."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -69,6 +87,14 @@ class Emulation:
         parameter = next(model.parameters())
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         return cls(artifact, parameter.device, dtype, fast=fast, prefill=prefill)
+
+    @property
+    def layers(self) -> Container[int]:
+        return self.codecs
+
+    @property
+    def exact(self) -> int:
+        return self.sink + self.recent
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, softcap: float | None) -> Tensor:
         """q [B, Hq, n, d], k and v [B, Hkv, n, d], post-RoPE → [B, n, Hq, v_dim] in q's dtype."""
@@ -229,7 +255,7 @@ def flash_history(q: Tensor, rows: Centred, scaling: float) -> tuple[Tensor, Ten
     return out[..., :dv].unflatten(1, (heads, group)), lse[..., :m].unflatten(1, (heads, group))
 
 
-_open: dict[int, Emulation] = {}
+_open: dict[int, Attending] = {}
 """Emulations in force, by the id of the config that the attention modules hold."""
 
 
@@ -250,11 +276,11 @@ def _attend(
         return stock_attention(module, stock)(module, query, key, value, mask, *args, **kwargs)
 
     layer: Any = getattr(module, "layer_idx", None)
-    if layer not in entry.codecs:
+    if layer not in entry.layers:
         return plain()
     _check(module, layer, query, key, attention_mask, kwargs)
     n = query.shape[2]
-    if n <= max(entry.prefill, entry.sink + entry.recent):
+    if n <= max(entry.prefill, entry.exact):
         return plain()
     scaling = kwargs.get("scaling")
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -296,13 +322,13 @@ _stock: dict[int, str] = {}
 
 @contextmanager
 def emulated(
-    model: nn.Module, artifact: Artifact | Emulation, *, fast: bool = False, prefill: int = 0
-) -> Iterator[Emulation]:
+    model: nn.Module, artifact: Artifact | Attending, *, fast: bool = False, prefill: int = 0
+) -> Iterator[Attending]:
     """While open, the model's forward passes attend as the 2-bit cache would, decoding token by token.
 
     Unpadded texts, ``use_cache=False``; several rows of one length are fine. Up to sink + recent tokens the model's
     stock attention runs and the output is bit-identical. ``fast`` and ``prefill``: see ``Emulation`` (pass one to share
-    its codecs between openings). Raises ArtifactError for another model's artifact, OscarError and
+    its codecs between openings; ``baselines.BaselineEmulation`` runs a rival method). Raises ArtifactError for another model's artifact, OscarError and
     UnsupportedModelError for what it cannot follow.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -310,7 +336,7 @@ def emulated(
     from ..integrations.transformers.attention import oscar_mask
     from ..integrations.transformers.capture import decoder_configs
 
-    entry = artifact if isinstance(artifact, Emulation) else Emulation.of(artifact, model, fast=fast, prefill=prefill)
+    entry = Emulation.of(artifact, model, fast=fast, prefill=prefill) if isinstance(artifact, Artifact) else artifact
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, oscar_mask)
     configs = decoder_configs(model)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..artifact import Artifact
 from ..errors import OscarError, UnsupportedModelError
-from .emulation import Emulation, emulated
+from .emulation import Attending, Emulation, emulated
 
 FIRST = 512
 """First position that counts; earlier ones see little or no history."""
@@ -28,7 +28,7 @@ _LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Logits held at a time (fp32: 64 MB on a CPU, 512 MB on a GPU)."""
 
 Progress = Callable[[int, int], None]
-Subject = Artifact | Emulation | None
+Subject = Artifact | Attending | None
 
 
 class NamedText(Protocol):
@@ -204,14 +204,16 @@ def evaluate(
     fast: bool = False,
     progress: Progress | None = None,
 ) -> list[TextResult]:
-    """Every recipe on every text, text by text; ``subjects``: recipe name → artifact (None: full precision).
+    """Every recipe on every text, text by text; ``subjects``: recipe name → artifact or rival (None: full precision).
 
     ``fast``: see ``Emulation``. ``progress(done, total)`` counts forward passes. A text's full-precision pass and
     logits serve all recipes. Raises OscarError for a text too short, and what ``emulated`` raises.
     """
     if not texts:
         raise OscarError("there is no evaluation text")
-    ready = {name: Emulation.of(s, model, fast=fast) if isinstance(s, Artifact) else s for name, s in subjects.items()}
+    ready: dict[str, Subject] = {
+        name: Emulation.of(s, model, fast=fast) if isinstance(s, Artifact) else s for name, s in subjects.items()
+    }
     done, total = 0, len(texts) * (1 + len(ready))
 
     def tick() -> None:

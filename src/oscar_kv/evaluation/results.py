@@ -44,7 +44,11 @@ class Meta(_Strict):
 
 
 class QualityRow(_Strict):
-    """One recipe on one kind of text: means over texts, positions ≥ 512; ``tokens`` of all texts together."""
+    """One recipe on one kind of text: means over texts, positions ≥ 512; ``tokens`` of all texts together.
+
+    bpe: bits an element of the whole cache at this context; bpe_history: of the codes and their metadata alone.
+    windows: (sink, recent) tokens in full precision; None where everything is.
+    """
 
     recipe: str
     k_bits: int = Field(ge=1, le=16)
@@ -56,6 +60,8 @@ class QualityRow(_Strict):
     ppl: float = Field(gt=0)
     ppl_bf16: float = Field(gt=0)
     bpe: float = Field(gt=0)
+    bpe_history: float | None = Field(default=None, gt=0)
+    windows: tuple[int, int] | None = None
     texts: int = Field(default=1, ge=1)
     kl_ci95: tuple[float, float] | None = None
     kl_by_text: list[float] = []
@@ -130,14 +136,15 @@ def _git(*arguments: str) -> str | None:
 
 
 def commit() -> str:
-    """The checkout's commit, with "-dirty" if source files differ from it.
+    """What the environment variable OSCAR_KV_COMMIT says, for copies whose history is missing or another.
 
-    Outside a checkout: what the environment variable OSCAR_KV_COMMIT says (for copies without their history), else
-    "unknown".
+    Without it the checkout's commit, with "-dirty" if source files differ from it; outside a checkout "unknown".
     """
+    if given := os.environ.get("OSCAR_KV_COMMIT"):
+        return given
     head = _git("rev-parse", "HEAD")
     if not head:
-        return os.environ.get("OSCAR_KV_COMMIT", "unknown")
+        return "unknown"
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return head + ("-dirty" if changed else "")
 

@@ -2,6 +2,8 @@
 """Dense attention kernels that return the log-sum-exp: FlashAttention-3, cuDNN, flash, memory-efficient, plain.
 
 Which one serves is found once a device, dtype and shape of heads: the first whose answers on a small problem are right.
+The order is fixed and nothing is timed: FlashAttention-3 of vLLM where its extension is loaded, that of the package
+flash_attn_interface, cuDNN, FlashAttention-2, memory-efficient, plain.
 """
 
 from __future__ import annotations
@@ -42,11 +44,17 @@ def _back(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _vllm(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """FlashAttention-3 of vLLM's wheel: 37 positional arguments in 0.25."""
-    arguments: list[Any] = [q[None], k[None], v[None], *[None] * 20]
+    """FlashAttention-3 of vLLM's wheel: 37 positional arguments in 0.25, and ragged batches alone, here of one request.
+
+    Its log-sum-exp is [heads, total queries]; with a leading batch of one and with padding it is understood, too.
+    """
+    n, m = len(q), len(k)
+    # Offsets are made on the device: a copy from the host could not be captured by a CUDA graph.
+    starts = [torch.arange(0, x + 1, x, dtype=torch.int32, device=q.device) for x in (n, m)]
+    arguments: list[Any] = [q, k, v, *[None] * 4, *starts, *[None] * 3, n, m, *[None] * 9]
     arguments += [scale, causal, -1, -1, 0.0, True, None, 1, None, 0, None, 1, 0, None]
     out, lse = torch.ops._vllm_fa3_C.fwd(*arguments)[:2]
-    return out[0], lse[0].transpose(0, 1)
+    return out, lse.reshape(q.shape[1], -1)[:, :n].transpose(0, 1)
 
 
 def _fa3(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -158,23 +166,35 @@ def _right(
     return ""
 
 
+def serving(
+    q_heads: int, kv_heads: int, k_dim: int, v_dim: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[Dense]:  # fmt: skip
+    """Every kernel that serves such heads, in order. Why others do not is logged."""
+    for found in _candidates(device, dtype):
+        why = "" if found.name == "plain" else _right(found.call, q_heads, kv_heads, k_dim, v_dim, dtype, device)
+        if not why:
+            yield found
+        else:
+            key = q_heads, kv_heads, k_dim, v_dim, dtype, str(device)
+            log.info("dense attention %s does not serve %s: %s", found.name, key, why)
+
+
 _chosen: dict[tuple[Any, ...], Dense] = {}
 
 
 def choose(q_heads: int, kv_heads: int, k_dim: int, v_dim: int, dtype: torch.dtype, device: torch.device) -> Dense:
-    """The first kernel in order of speed that serves such heads. The choice is logged."""
+    """The first kernel in the fixed order that serves such heads. The choice is logged, and stays.
+
+    An extension that is loaded later is not looked at again: load it first. Raises OscarError if none serves.
+    """
     key = q_heads, kv_heads, k_dim, v_dim, dtype, str(device)
     if key not in _chosen:
-        for found in _candidates(device, dtype):
-            why = "" if found.name == "plain" else _right(found.call, q_heads, kv_heads, k_dim, v_dim, dtype, device)
-            if not why:
-                _chosen[key] = found
-                level = logging.WARNING if found.name == "plain" and device.type == "cuda" else logging.INFO
-                log.log(level, "dense attention of prefill over packed history on %s: %s", device, found.name)
-                break
-            log.info("dense attention %s does not serve %s: %s", found.name, key, why)
-        else:
+        found = next(serving(q_heads, kv_heads, k_dim, v_dim, dtype, device), None)
+        if found is None:
             raise OscarError(f"no dense attention kernel serves {key}")
+        _chosen[key] = found
+        level = logging.WARNING if found.name == "plain" and device.type == "cuda" else logging.INFO
+        log.log(level, "dense attention of prefill over packed history on %s: %s", device, found.name)
     return _chosen[key]
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chunk of new tokens over a packed prefix: tiles of constant size are de-quantised and given to a dense kernel.
 
-Nothing grows with the prefix. History stays in the rotated basis: queries are turned by R_K once, q·μ_K is the same for
-all of a query's history and so only shifts its log-sum-exp, and the merged history is turned back by R_Vᵀ once, with
-μ_V added. A soft-cap would have to know q·μ_K inside the kernel: such models use ``torch_ref.attend_row``.
+Nothing grows with the prefix, and beside the answer nothing with the chunk: its queries meet the history some thousand at
+a time (turning pages into tiles again for each of them costs a hundredth of the attention over them). History stays in
+the rotated basis: queries are turned by R_K once, q·μ_K is the same for all of a query's history and so only shifts its
+log-sum-exp, and the merged history is turned back by R_Vᵀ once, with μ_V added. A soft-cap would have to know q·μ_K
+inside the kernel: such models use ``torch_ref.attend_row``.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from .dense import Dense
 TILE = 32768
 """Tokens of history de-quantised at a time, 128 MB for 8 KV heads of 128 in BF16: long, because every further tile is
 one more pass over the chunk's outputs."""
+QUERIES = 8192
+"""Queries that meet the history at a time: their turned copy, fp32 sum and a tile's answer take 256 MB for 32 heads of
+128 in BF16. Enough thread blocks for any GPU."""
 _ROWS = 1024
 """Queries merged at a time, so that the fp32 temporaries stay in the cache of a GPU."""
 
@@ -72,8 +77,12 @@ def _slices(n: int) -> list[slice]:
     return [slice(at, min(at + _ROWS, n)) for at in range(0, n, _ROWS)]
 
 
-def _merge(total: Tensor, lse: Tensor, out: Tensor, lse_out: Tensor) -> None:
-    """Take another part of the softmax into (total fp32, lse) in place."""
+def _merge(total: Tensor, lse: Tensor, out: Tensor, lse_out: Tensor, first: bool) -> None:
+    """Take another part of the softmax into (total fp32, lse) in place; the first one replaces what is there."""
+    if first:
+        total.copy_(out)
+        lse.copy_(lse_out)
+        return
     share = torch.sigmoid(lse_out - lse)[..., None]
     for part in _slices(len(total)):
         total[part].lerp_(out[part].to(total.dtype), share[part])
@@ -95,8 +104,8 @@ def attend_history(
     for part in _slices(n):
         bias[part] = (q[part].to(acc) * centre).sum(-1)
         turned[part] = q[part] if tables.k_rotation is None else _per_head(q[part], tables.k_rotation.to(acc), heads)
-    total = torch.zeros(n, q_heads, layout.v_dim, dtype=acc, device=q.device)
-    lse = torch.full((n, q_heads), -torch.inf, dtype=acc, device=q.device)
+    total = torch.empty(n, q_heads, layout.v_dim, dtype=acc, device=q.device)
+    lse = torch.empty(n, q_heads, dtype=acc, device=q.device)
     first, pages = history.start // PAGE * PAGE, tile // PAGE
     k_room, v_room = Workspace.get(min(pages, len(history.blocks)) * PAGE, heads, layout, q.dtype, q.device)
     for at in range(0, len(history.blocks), pages):
@@ -105,12 +114,8 @@ def attend_history(
         dequantise(history.pool, blocks[None], layout, k[None], v[None])
         begin = first + at * PAGE
         inside = slice(max(history.start - begin, 0), min(history.end - begin, len(k)))
-        out, part_lse = dense.call(turned, k[inside], v[inside], scale, False)
-        if at == 0:
-            total.copy_(out)
-            lse.copy_(part_lse)
-        else:
-            _merge(total, lse, out, part_lse)
+        # No name for the tile's answer: it would live on beside the next one.
+        _merge(total, lse, *dense.call(turned, k[inside], v[inside], scale, False), first=at == 0)
     return total, lse.add_(bias, alpha=scale)
 
 
@@ -126,29 +131,39 @@ def attend_prefix(
     """
     if tile < PAGE or tile % PAGE:
         raise OscarError(f"a tile is whole pages of {PAGE} tokens, got {tile}")
-    heads = chunk[0].shape[1]
     out, lse = dense.call(q, *chunk, scale, True)
-    parts = [(out, lse)]
-    if len(raw[0]):
-        parts.append(dense.call(q, *raw, scale, False))
-    if history is None or history.end <= history.start:
-        return out if len(parts) == 1 else _together(parts)
-    total, lse = attend_history(q, history, tables, layout, dequantise, dense, scale=scale, tile=tile)
-    turned = None if tables.v_rotation_t is None else tables.v_rotation_t.to(total.dtype)
-    centre = tables.v_centre.to(total.dtype).repeat_interleave(q.shape[1] // heads, 0)
-    for some in _slices(len(q)):
-        x = total[some] if turned is None else _per_head(total[some], turned, heads)
+    if history is not None and history.end <= history.start:
+        history = None
+    if history is None and not len(raw[0]):
+        return out
+    for at in range(0, len(q), QUERIES):
+        some = slice(at, min(at + QUERIES, len(q)))
+        parts = []
+        if history is not None:
+            part = attend_history(q[some], history, tables, layout, dequantise, dense, scale=scale, tile=tile)
+            _turn_back(part[0], tables)
+            parts.append(part)
+        if len(raw[0]):
+            parts.append(dense.call(q[some], *raw, scale, False))
+        _blend(out[some], lse[some], parts)
+    return out
+
+
+def _turn_back(total: Tensor, tables: LayerTables) -> None:
+    """Rotated, centred means [n, q_heads, v_dim] as values, in place."""
+    heads = tables.v_centre.shape[0]
+    centre = tables.v_centre.to(total.dtype).repeat_interleave(total.shape[1] // heads, 0)
+    turn = None if tables.v_rotation_t is None else tables.v_rotation_t.to(total.dtype)
+    for some in _slices(len(total)):
+        x = total[some] if turn is None else _per_head(total[some], turn, heads)
         total[some] = x + centre
-    return _together([(total, lse), *parts]).to(q.dtype)
 
 
-def _together(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Parts of one softmax as their mean, into a new tensor of the last part's dtype."""
-    weights = torch.stack([lse for _, lse in parts]).softmax(0)[..., None]
-    out = torch.empty_like(parts[-1][0], memory_format=torch.contiguous_format)
+def _blend(out: Tensor, lse: Tensor, parts: list[tuple[Tensor, Tensor]]) -> None:
+    """Take the other parts of one softmax into ``out``, in place."""
+    weights = torch.stack([lse, *(x for _, x in parts)]).softmax(0)[..., None]
     for some in _slices(len(out)):
-        mixed = weights[0, some] * parts[0][0][some]
-        for weight, (x, _) in zip(weights[1:], parts[1:], strict=True):
+        mixed = weights[0, some] * out[some]
+        for weight, (x, _) in zip(weights[1:], parts, strict=True):
             mixed.addcmul_(weight[some], x[some].to(mixed.dtype))
         out[some] = mixed
-    return out

@@ -37,7 +37,12 @@ def fa3(ops: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
         out = flash_attn_func(q[None], k[None], v[None], causal=True)
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)[0]
-    return forward(ops, q[None], k[None], v[None], None, splits=1)[0][0]
+    # vLLM's build takes ragged batches alone: one of one request. The offsets are made on the device, for the graph.
+    starts, key_starts = (
+        torch.arange(0, x + 1, x, dtype=torch.int32, device=q.device) for x in (q.shape[0], k.shape[0])
+    )
+    longest = q.shape[0], k.shape[0]
+    return forward(ops, q, k, v, None, splits=1, starts=starts, key_starts=key_starts, longest=longest)[0]
 
 
 def fa2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -74,11 +74,15 @@ def load(given: str | None) -> Any:
 
 def forward(
     ops: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, *, causal: bool = True, splits: int = 0,
-    table: Tensor | None = None, used: Tensor | None = None, starts: Tensor | None = None, plan: Tensor | None = None,
-    longest: tuple[int, int] | None = None, scales: tuple[Tensor, Tensor, Tensor] | None = None,
+    table: Tensor | None = None, used: Tensor | None = None, starts: Tensor | None = None,
+    key_starts: Tensor | None = None, plan: Tensor | None = None, longest: tuple[int, int] | None = None,
+    scales: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One call of vLLM's extension: (out, log-sum-exp). longest: (queries, keys) of the longest request, if ragged."""
-    arguments: list[Any] = [q, k, v, None, None, None, out, starts, None, None, None, used]
+    """One call of vLLM's extension: (out, log-sum-exp).
+
+    starts, key_starts: offsets of ragged queries and keys, with longest: (queries, keys) of the longest request.
+    """
+    arguments: list[Any] = [q, k, v, None, None, None, out, starts, key_starts, None, None, used]
     arguments += [*(longest or (None, None)), table, *[None] * 5, *(scales or (None,) * 3)]
     arguments += [q.shape[-1] ** -0.5, causal, -1, -1, 0.0, True, plan, splits, None, 0, None, 1, 0, None]
     result = ops.fwd(*arguments)

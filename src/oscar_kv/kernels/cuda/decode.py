@@ -194,19 +194,16 @@ def run(
 class CudaDecode:
     """The CUDA C++ implementation of ``base.DecodeKernel``. Keyword arguments override the tuning (see DecodeSpec).
 
-    What has run on a GPU, all of it on one H200 (sm_90) with PyTorch 2.11 and CUDA 13.0:
+    Checked on one H200 (sm_90), PyTorch 2.11, CUDA 13.0; on no other GPU:
 
-    - Answers against float64, fp16 and bf16, of a ragged batch of 7 (0 to 20,250 tokens, 2 KV heads), in blocks of 4
-      warps: head_dim 64, 128 and 256 with 2/2 bits; 128 with 3/2 and 4/4; 4, 8 and 12 query heads a group; keys of 192
-      with values of 128, 3/2 bits, 12 heads; and for head_dim 128, 2/2 bits, 4 heads: a soft-cap, no bulk copies, value
-      steps 200 times the usual, blocks of 12 warps. Also 1,048,576 tokens of one KV head, in 1 and in 396 blocks, fp16.
-    - Times, without a look at the answers: batch 1, 98,304 tokens, 32 query and 8 KV heads of 128, bf16, 2/2 bits, in
-      CUDA graphs, in blocks of 4 to 16 warps, the present default of 8 among them.
+    - fp16 and bf16 against float64 on a ragged batch of 7 (0 to 20,250 tokens): the CHECKS of benchmarks/gpu_decode.py
+      that --some-checks keeps. Head sizes 64, 128, 256, and keys of 192 with values of 128; 2/2, 3/2 and 4/4 bits; 4, 8
+      and 12 query heads a group; large value steps, a soft-cap, no bulk copies.
+    - bf16, one request of each timed batch against float64: 1 to 32 requests of 98,304 tokens, 128 of 8,192; 2/1 and
+      3/3 bits too.
+    - 1,048,576 tokens of one KV head, fp16: an earlier version, which turned queries in decode.cu.
 
-    What has not: any answer of that default (blocks of 8 warps: up to 8 heads a group and head_dim 128, where shared
-    memory allows); this version at a batch above 7; other bits, head sizes and group sizes than those above; any device
-    but the H200. For these there are the emulated tests (tests/kernels), compilation for sm_80 to sm_120, and in part
-    an earlier version that launched three kernels.
+    The rest (other head sizes, bits and groups, other architectures) is emulated and compiled in tests/kernels.
     """
 
     def __init__(self, **tuning: object) -> None:

@@ -152,10 +152,10 @@ def run(
         shared = max(spec.group_bytes(True), spec.group_bytes(False))
         kernels.launch("store_step", (units * kv, 2), spec.step_threads, shared, params)
         return
-    for name, keys, pages in (("store_keys", True, spec.key_pages), ("store_values", False, spec.value_pages)):
-        params.groups, params.parts = pages, -(-units // pages)
-        threads, size = pages * spec.group_threads(keys), pages * spec.group_bytes(keys)
-        kernels.launch(name, (params.parts * kv, 1), threads, size, params)
+    for name, keys, each in (("store_keys", True, spec.key_pages), ("store_values", False, spec.value_pages)):
+        params.groups, params.parts = each, -(-units // each)
+        threads, shared = each * spec.group_threads(keys), each * spec.group_bytes(keys)
+        kernels.launch(name, (params.parts * kv, 1), threads, shared, params)
     kernels.launch("store_rows", (row_blocks, batch * kv), _ROW_THREADS, 0, params)
 
 

@@ -119,8 +119,9 @@ class StoreSpec:
 
     @property
     def step_threads(self) -> int:
-        """Threads that write a page of either side at a decode step: few, so that many requests' rows go in one wave."""
-        return 64 if max(self.layout.k_dim, self.layout.v_dim) <= 128 else 128
+        """Threads that write a page of either side at a decode step: few, for many blocks in one wave."""
+        most = 64 if max(self.layout.k_dim, self.layout.v_dim) <= 128 else 128
+        return min(most, self.group_threads(True), self.group_threads(False))
 
     @property
     def code_stride(self) -> int:

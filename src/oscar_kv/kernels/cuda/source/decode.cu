@@ -63,8 +63,8 @@ DEVICE float capped(const Params& p, float x) {
 }
 
 // Where the warps of a block put their states together, in shared memory. A segment is what a block has of one request
-// and head. After its pages of a segment each warp leaves its state here and goes on to the next; one warp, another each
-// time, waits for all and writes the partial: output / mass and log2 of the mass. BUFFERS segments may be open at once.
+// and head. After its pages of a segment each warp leaves its state here and goes on to the next; one warp waits
+// for all and writes the partial: output / mass and log2 of the mass. BUFFERS segments may be open at once.
 // Tensor cores truncate as they add, so a warp starts from zero after FLUSH_PAGES pages and adds up here, in float32.
 // Rows of 8 dimensions carry 2^target(group) of the layout; centre: log2(e) * scale * q.centre, constant over the history.
 constexpr int STRIDE = V_DIM + 4;  // spreads the columns of a warp over the banks
@@ -553,13 +553,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
   wait_for_predecessor();
   release_successor();  // not before: finish.cu reads what prepare.cu has written
   int segment = 0;
+  u32 collectors = 0;  // of the open segments, a byte a buffer
+  auto collector_of = [&](int buffer) { return (int)(collectors >> 8 * buffer & 255); };
   Query query;
   query.room = (Word2*)(shared + QUERY_OFFSET) + warp * (QUERY_WORDS / 2);
   if (line.open()) query.fetch(p, line.bh(p));
 #pragma unroll 1
   for (; line.open(); ++segment) {
-    const int buffer = segment % BUFFERS, collector = segment % WARPS;
-    if (segment >= BUFFERS && warp != (segment - BUFFERS) % WARPS) named_wait(1 + BUFFERS + buffer, WARPS * 32);  // it is free
+    const int buffer = segment % BUFFERS;
+    if (segment >= BUFFERS && warp != collector_of(buffer)) named_wait(1 + BUFFERS + buffer, WARPS * 32);  // it is free
+    // The warp that has the last page: it comes last, and has the fewest pages of the next segment.
+    const int collector = (warp - line.skew + line.to - line.from - 1 + WARPS) % WARPS;
+    collectors = (collectors & ~(255u << 8 * buffer)) | (u32)collector << 8 * buffer;
     query.put();
     State s;
     s.reset();
@@ -577,5 +582,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     }
   }
   for (int i = max(segment - BUFFERS, 0); i < segment; ++i)  // no barrier is left half full
-    if (warp != i % WARPS) named_wait(1 + BUFFERS + i % BUFFERS, WARPS * 32);
+    if (warp != collector_of(i % BUFFERS)) named_wait(1 + BUFFERS + i % BUFFERS, WARPS * 32);
 }

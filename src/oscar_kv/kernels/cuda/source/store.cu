@@ -48,7 +48,8 @@ template <bool KEYS, int THREADS> DEVICE void write_page(const Params& p, const 
   u8* codes = shared + group * (KEYS ? K_GROUP_BYTES : V_GROUP_BYTES);
   float* scratch = (float*)(codes + (packs_alone<KEYS>() && !S::SHAPE ? 0 : PAGE * CODE_STRIDE) + warp * (KEYS ? K_WARP_BYTES : V_WARP_BYTES));
 #pragma unroll 1
-  for (int warp_row = warp * S::ROWS; warp_row < PAGE; warp_row += THREADS / 32 * S::ROWS) {
+  for (int turn = 0; turn < S::THREADS / THREADS; ++turn) {  // a number known to be the same in all threads
+    const int warp_row = (turn * (THREADS / 32) + warp) * S::ROWS;
     SideTile<KEYS> tile;
     Steps<2 * S::TILES> steps;
     if constexpr (S::ROTATED) {
