@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from oscar_kv.kernels.cuda.compiler import source
+from oscar_kv.kernels.cuda.compiler import HEADERS, source
 from oscar_kv.kernels.cuda.launch import THREADS
 from oscar_kv.kernels.cuda.spec import DecodeSpec, Params
 
@@ -57,7 +57,7 @@ def build(header: str) -> ctypes.CDLL:
     command += ["-fsanitize=alignment,bounds,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error"]
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder)
-        for name in ("common.cuh", "fragments.cuh", "prepare.cu", "decode.cu", "finish.cu"):
+        for name in (*HEADERS, "prepare.cu", "decode.cu", "finish.cu"):
             (at / name).write_text(source(name))
         (at / "emulator.h").write_text((Path(__file__).parent / "emulator.h").read_text())
         (at / "ptx.cuh").write_text('#include "emulator.h"\n')

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chunk of new tokens over a packed prefix: tiles of constant size are de-quantised and given to a dense kernel.
 
-Nothing grows with the prefix, and beside the answer nothing with the chunk: its queries meet the history some thousand at
-a time (turning pages into tiles again for each of them costs a hundredth of the attention over them). History stays in
-the rotated basis: queries are turned by R_K once, q·μ_K is the same for all of a query's history and so only shifts its
+Nothing grows with the prefix, and beside the answer nothing with the chunk: its queries meet the history some thousand
+at a time (turning pages into tiles again each time costs a hundredth of the attention over them). History stays in the
+rotated basis: queries are turned by R_K once, q·μ_K is the same for all of a query's history and so only shifts its
 log-sum-exp, and the merged history is turned back by R_Vᵀ once, with μ_V added. A soft-cap would have to know q·μ_K
 inside the kernel: such models use ``torch_ref.attend_row``.
 """

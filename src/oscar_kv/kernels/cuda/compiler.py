@@ -14,7 +14,8 @@ from typing import Any
 
 from ...errors import OscarError
 
-HEADERS = ("common.cuh", "fragments.cuh", "ptx.cuh")
+HEADERS = ("common.cuh", "fragments.cuh", "line.cuh", "ptx.cuh", "state.cuh", "window.cuh")
+"""Of the decode kernels."""
 _OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--extra-device-vectorization")
 
 

@@ -196,12 +196,12 @@ class CudaDecode:
 
     Checked on one H200 (sm_90), PyTorch 2.11, CUDA 13.0; on no other GPU:
 
-    - fp16 and bf16 against float64 on a ragged batch of 7 (0 to 20,250 tokens): the CHECKS of benchmarks/gpu_decode.py
+    - fp16 and bf16 against float64 on a ragged batch of 7 (0 to 20,250 tokens): the CHECKS of benchmarks/tune_decode.py
       that --some-checks keeps. Head sizes 64, 128, 256, and keys of 192 with values of 128; 2/2, 3/2 and 4/4 bits; 4, 8
       and 12 query heads a group; large value steps, a soft-cap, no bulk copies.
     - bf16, one request of each timed batch against float64: 1 to 32 requests of 98,304 tokens, 128 of 8,192; 2/1 and
       3/3 bits too.
-    - 1,048,576 tokens of one KV head, fp16: an earlier version, which turned queries in decode.cu.
+    - 1,048,576 tokens of one KV head, fp16: an earlier version only.
 
     The rest (other head sizes, bits and groups, other architectures) is emulated and compiled in tests/kernels.
     """

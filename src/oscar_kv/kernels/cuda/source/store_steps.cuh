@@ -145,7 +145,7 @@ template <bool KEYS> DEVICE constexpr int group_of(int slot) {
 template <bool KEYS, int B, class F> DEVICE void pack_tile(u8* plane, int warp_row, F word) {
   using S = Side<KEYS>;
   constexpr int R = 2 * S::TILES, per = 16 / B, each = S::D / 8 / per, all = R * each;
-  u32 words[all];
+  u32 words[all ? all : 1];  // never none where this runs, but it is compiled for other shapes too
 #pragma unroll
   for (int r = 0; r < R; ++r)
 #pragma unroll
@@ -195,7 +195,7 @@ template <int B> DEVICE void pack_bytes(const u8* codes, u8* plane, int warp_row
 // Codes of plain rounding of y: packed into the page, or to shared memory; the stored pairs to the page.
 template <bool KEYS> DEVICE void plain_codes(SideTile<KEYS>& tile, Steps<2 * Side<KEYS>::TILES>& s, u8* codes, u8* page, int warp_row) {
   using S = Side<KEYS>;
-  constexpr int R = 2 * S::TILES, D = S::D, T = S::TILES;
+  constexpr int R = 2 * S::TILES, D = S::D;
   const int lane = lane_of(), row = lane / 4, quad = lane % 4;
   float scale[R], add[R], cross[R], sum[R];
   u32 bits[R];
