@@ -13,7 +13,8 @@ NOTES = (
     "ours: the chunk attends to sink, pages and ring of the prefix and causally to itself; dense kernels: causal, keys "
     "and values in BF16; ratio: ours over the fastest BF16 kernel, ratio_fa3: over FlashAttention-3; dense: the "
     "kernel that our tiles were given to, the first of a fixed order that serves, other_dense_ms: the same operation "
-    "with others; error: sampled queries against float64; peak_extra_bytes: what a call takes beyond its inputs, its result included"
+    "with others; error: sampled queries against float64; peak_extra_bytes: what a call takes beyond "
+    "its inputs, its result included"
 )
 COLUMNS = (
     ("op", "op", 0), ("q / KV heads", "heads", 0), ("d", "head_dim", 0), ("K/V bits", "bits", 0),

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import OscarError
+from ..errors import OscarError, RecipeError
 from .common import Steps, check_outputs, console, model_name, number, print_table
 
 if TYPE_CHECKING:
     from ..artifact import Artifact
     from ..evaluation.language import Tokens
     from ..evaluation.results import NeedleRow, QualityRow
+    from ..evaluation.run import Contestant
 
 CODE = (".py", ".c", ".h", ".cc", ".cpp", ".cu", ".rs", ".go", ".js", ".ts", ".java")
 """Suffixes of files that count as code; all others are prose."""
@@ -36,7 +37,11 @@ def command(
     ] = 8192,
     recipes: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="Presets, separated by commas. With --artifact: besides its own."),
+        typer.Option(
+            metavar="NAMES",
+            help="Presets and rivals (kivi-2, turboquant-3, saw-int4, squat-2, fp8 …; NAME@ours: with our windows), "
+            "separated by commas. With --artifact: besides its own.",
+        ),
     ] = None,
     contexts: Annotated[str, typer.Option(metavar="TOKENS", help="Context lengths, separated by commas.")] = "2048",
     texts: Annotated[
@@ -77,7 +82,7 @@ def command(
     with Steps() as steps:
         with steps.task(f"loading {model}"):
             net, tokenizer = load_model(model, dtype, device)
-        ready = _artifacts(steps, net, tokenizer, model, artifact, moments, names, tokens)
+        ready = _contestants(steps, net, tokenizer, model, artifact, moments, names, tokens)
         subjects = subjects_of(ready)
         for length in lengths:
             pieces: list[Tokens] = [t for kind, own in sources.items() for t in tokenise(own, kind, tokenizer, length)]
@@ -89,9 +94,9 @@ def command(
                 samples = [hay.sample(i) for i in range(needles)]
                 how: Any = prefill
                 runs = retrieve(net, samples, subjects, prefill=how, fast=fast, progress=report)
-            hashes = {name: None if a is None else a.sha256 for name, a in subjects.items()}
+            hashes = {name: getattr(a, "sha256", None) for name, a in subjects.items()}
             found = [needle_row(r, "prose", how, hashes[r.recipe]) for r in runs]
-    show(quality, found, ready)
+    show(quality, found)
     if json_file is not None:
         _write(json_file, quality, found, ready, net, model, seed, prefill)
 
@@ -112,11 +117,22 @@ def _lengths(contexts: str) -> list[int]:
 
 def _chosen(recipes: str | None) -> list[str] | None:
     """Names given, each once. Raises RecipeError for an unknown one."""
-    from ..recipe import get_recipe
-
     if recipes is None:
         return None
-    return list(dict.fromkeys(get_recipe(name.strip()).name for name in recipes.split(",")))
+    return list(dict.fromkeys(_named(name.strip()) for name in recipes.split(",")))
+
+
+def _named(name: str) -> str:
+    """What tables call a preset or a rival. Raises RecipeError for neither."""
+    from ..evaluation.baselines import BASELINES, get_baseline, is_baseline
+    from ..recipe import get_recipe
+
+    if is_baseline(name):
+        return get_baseline(name).name
+    try:
+        return get_recipe(name).name
+    except RecipeError as error:
+        raise RecipeError(f"{error}. Rivals: {', '.join(BASELINES)}") from error
 
 
 def _names(chosen: list[str] | None, own: bool) -> list[str]:
@@ -145,6 +161,29 @@ def _sources(texts: Sequence[str], per_kind: int) -> dict[str, list[Any]]:
             kind = "code" if Path(name).suffix in CODE else "prose"
             out.setdefault(kind, []).append(_File(Path(name).name, read_text(name, "--texts")))
     return out
+
+
+def _contestants(
+    steps: Steps,
+    net: Any,
+    tokenizer: Any,
+    model: str,
+    file: Path | None,
+    moments: Path | None,
+    names: list[str],
+    tokens: int,
+) -> dict[str, Contestant]:
+    """What to evaluate, by the name that tables call it: an artifact's own recipe first, then as asked for."""
+    from ..evaluation.baselines import bind, get_baseline, is_baseline
+
+    rivals = bind([get_baseline(name) for name in names if is_baseline(name)], net)
+    presets = [name for name in names if name not in rivals]
+    artifacts: dict[str, Artifact] = {}
+    if presets or file is not None:  # rivals need no calibration
+        artifacts = _artifacts(steps, net, tokenizer, model, file, moments, presets, tokens)
+    own = [name for name in artifacts if name not in names]
+    found: dict[str, Contestant] = {**artifacts, **rivals}
+    return {name: found[name] for name in [*own, *names] if name in found}
 
 
 def _artifacts(
@@ -176,27 +215,27 @@ def _artifacts(
     return fit_all(sums, names)
 
 
-def show(quality: Sequence[QualityRow], found: Sequence[NeedleRow], artifacts: dict[str, Artifact]) -> None:
+def show(quality: Sequence[QualityRow], found: Sequence[NeedleRow]) -> None:
     """A table a kind and context, and one of needles."""
-    from ..memory import bits_per_element
-
-    history = {name: bits_per_element(a) for name, a in artifacts.items()}
     groups: dict[tuple[str, int], list[QualityRow]] = {}
     for row in quality:
         groups.setdefault((row.dataset, row.context), []).append(row)
     console.print()
     for (kind, context), rows in groups.items():
-        columns = ("recipe", "K/V bits", "history", f"at {context:,}", "KL", "perplexity", "change", "top-1")
+        columns = (
+            "recipe", "K/V bits", "windows", "history", f"at {context:,}", "KL", "perplexity", "change", "top-1",
+        )  # fmt: skip
         cells = [
             [
-                r.recipe, f"{r.k_bits}/{r.v_bits}", number(history.get(r.recipe, 16.0), 2), number(r.bpe, 2),
-                number(r.kl), number(r.ppl, 3), f"{100 * (r.ppl / r.ppl_bf16 - 1):+.2f} %",
-                f"{100 * (r.top1 or 0):.1f} %",
+                r.recipe, f"{r.k_bits}/{r.v_bits}", "–" if r.windows is None else f"{r.windows[0]}+{r.windows[1]}",
+                number(r.bpe if r.bpe_history is None else r.bpe_history, 2), number(r.bpe, 2), number(r.kl),
+                number(r.ppl, 3), f"{100 * (r.ppl / r.ppl_bf16 - 1):+.2f} %", f"{100 * (r.top1 or 0):.1f} %",
             ]
             for r in rows
         ]  # fmt: skip
         caption = (
-            "bits an element, history: codes with step and zero; at a context: the whole cache, windows in 16 bits. "
+            "windows: sink and recent tokens in full precision. "
+            "bits an element, history: codes with their metadata; at a context: the whole cache, windows in 16 bits. "
             "bf16 stands for the model in full precision, whatever its dtype."
         )
         print_table(f"{kind}: {rows[0].texts} texts of {context:,} tokens, positions ≥ 512", columns, cells, caption)
@@ -216,12 +255,14 @@ def show(quality: Sequence[QualityRow], found: Sequence[NeedleRow], artifacts: d
 
 
 def _write(
-    path: Path, quality: Sequence[QualityRow], found: Sequence[NeedleRow], artifacts: dict[str, Artifact], net: Any,
+    path: Path, quality: Sequence[QualityRow], found: Sequence[NeedleRow], ready: dict[str, Contestant], net: Any,
     model: str, seed: int, prefill: str,
 ) -> None:  # fmt: skip
+    from ..artifact import Artifact
     from ..evaluation.results import make_meta, write
     from ..recipe import DEFAULT
 
+    artifacts = {name: a for name, a in ready.items() if isinstance(a, Artifact)}
     chosen = artifacts.get(DEFAULT) or next(iter(artifacts.values()), None)
     calibration = (
         ""

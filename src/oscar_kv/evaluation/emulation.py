@@ -328,8 +328,8 @@ def emulated(
 
     Unpadded texts, ``use_cache=False``; several rows of one length are fine. Up to sink + recent tokens the model's
     stock attention runs and the output is bit-identical. ``fast`` and ``prefill``: see ``Emulation`` (pass one to share
-    its codecs between openings; ``baselines.BaselineEmulation`` runs a rival method). Raises ArtifactError for another model's artifact, OscarError and
-    UnsupportedModelError for what it cannot follow.
+    its codecs between openings; ``baselines.BaselineEmulation`` runs a rival method). Raises ArtifactError for another
+    model's artifact, OscarError and UnsupportedModelError for what it cannot follow.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ..artifact import Artifact
 from ..calibration import Moments, fit
@@ -18,6 +18,7 @@ from .results import QualityRow, interval
 KINDS: tuple[Literal["code", "prose"], ...] = ("code", "prose")
 Contestant = Artifact | BaselineEmulation
 """What is evaluated beside full precision: a recipe fitted to the model, or a rival method bound to it."""
+T = TypeVar("T", bound=Contestant)
 RECIPES = ("naive", "quarot", "oscar-paper", "k2v2-plain", "k2v2", "k3v2", "k4v4")
 
 
@@ -47,9 +48,9 @@ def bits_of(subject: Contestant | None, context: int | None = None) -> float:
     """Bits an element: of the whole cache at a context, or of the history alone. Full precision (None): 16."""
     if subject is None:
         return 16.0
-    return subject.bits_per_element(context) if isinstance(subject, BaselineEmulation) else bits_per_element(
-        subject, context
-    )  # fmt: skip
+    if isinstance(subject, BaselineEmulation):
+        return subject.bits_per_element(context)
+    return bits_per_element(subject, context)
 
 
 def quality_rows(
@@ -77,6 +78,6 @@ def quality_rows(
     return rows
 
 
-def subjects_of[T: Contestant](contestants: Mapping[str, T]) -> dict[str, T | None]:
+def subjects_of(contestants: Mapping[str, T]) -> dict[str, T | None]:
     """The recipes with full precision before them."""
     return {REFERENCE: None, **contestants}
