@@ -156,13 +156,16 @@ def test_the_random_rotation_is_orthogonal_seeded_and_its_method_rotation_invari
     assert torch.allclose(r @ r.mT, torch.eye(64, dtype=torch.float64), atol=1e-12)
     assert not torch.allclose(r, random_rotation(64, 1))
     # Rotating the input beforehand changes the draw, not the distribution of the error.
-    x = rows(2048, heads=1)
+    x = rows(512, heads=1)
     x[..., :4] *= 30
     turned = x @ random_rotation(64, 7)
+
+    def mean(y: Tensor, bits: int) -> float:
+        draws = [TurboQuant(name="t", k_bits=bits, v_bits=bits, seed=100 + s) for s in range(30)]
+        return sum(error(y, m.values(y).hat) for m in draws) / len(draws)
+
     for bits in (2, 3):
-        method = TurboQuant(name="t", k_bits=bits, v_bits=bits)
-        mine, other = (error(y, method.values(y).hat) for y in (x, turned))
-        assert mine == pytest.approx(other, rel=0.05)
+        assert mean(x, bits) == pytest.approx(mean(turned, bits), rel=0.03)
     # Token groups without a rotation are not: that is what the rotation is for.
     assert error(x, by_token(x, 2, 64).hat) > 1.5 * error(turned, by_token(turned, 2, 64).hat)
 
