@@ -70,7 +70,8 @@ def run_guarded(
     numbers = [guard(torch.tensor(x, dtype=torch.int32)) for x in (start, count)]
     tables = StoreTables.of(codec, "cpu")
     _check_arguments(k, v, out.pages, table, *numbers, out.windows, tables, codec.layout)
-    run(emulated, guard(k), guard(v), out.pages, guard(table), *numbers, out.windows, PreparedTables.of(tables))
+    ready = PreparedTables.of(tables, codec.layout.k_bits, codec.layout.v_bits)
+    run(emulated, guard(k), guard(v), out.pages, guard(table), *numbers, out.windows, ready)
     return out
 
 

@@ -187,4 +187,5 @@ class CudaStore:
             capability = torch.cuda.get_device_capability(k.device)
             spec = StoreSpec.choose(layout, k.dtype, tables, capability, **self.tuning)
             kernels = load_store(spec, k.device.index)
-            run(kernels, k, v, pages, block_table, start, count, windows, prepared(tables))
+            ready = prepared(tables, layout.k_bits, layout.v_bits)
+            run(kernels, k, v, pages, block_table, start, count, windows, ready)

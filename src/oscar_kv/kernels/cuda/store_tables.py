@@ -76,11 +76,14 @@ class Side:
     least_norm: Tensor | None
 
     @classmethod
-    def of(cls, centre: Tensor, rotation: Tensor | None) -> Side:
+    def of(cls, centre: Tensor, rotation: Tensor | None, bits: int = 2) -> Side:
         if rotation is None:
             return cls(centre, None, None, None, None, None)
         shift = (centre.double()[:, None] @ rotation.double())[:, 0].float().contiguous()
-        least = (centre.double().square().sum(-1) / 16).clamp(min=centre.shape[-1] * 2.0**-20).float().contiguous()
+        # A quick product suffices for rows whose norm is not far below the centre's: 1/4 of it, but 1/2 where many
+        # codes lie close to a tie (4 bits) or sums are long.
+        ratio = 4 if bits > 3 or centre.shape[-1] > 128 else 16
+        least = (centre.double().square().sum(-1) / ratio).clamp(min=centre.shape[-1] * 2.0**-20).float().contiguous()
         return cls(centre, rotation, *pack_factor(rotation, True), shift, least)
 
 
@@ -96,8 +99,8 @@ class PreparedTables:
     metric: Tensor | None
 
     @classmethod
-    def of(cls, t: StoreTables) -> PreparedTables:
-        k, v = Side.of(t.k_centre, t.k_rotation), Side.of(t.v_centre, t.v_rotation)
+    def of(cls, t: StoreTables, k_bits: int = 2, v_bits: int = 2) -> PreparedTables:
+        k, v = Side.of(t.k_centre, t.k_rotation, k_bits), Side.of(t.v_centre, t.v_rotation, v_bits)
         if t.upper is None or t.diagonal is None:
             return cls(k, v, None, None, None, None)
         upper = t.upper.double()
@@ -105,15 +108,16 @@ class PreparedTables:
         return cls(k, v, t.upper, *pack_factor(t.upper.triu(1), False), pack_weight(weight))
 
 
-_prepared: dict[int, PreparedTables] = {}
+_prepared: dict[tuple[int, int, int], PreparedTables] = {}
 
 
-def prepared(tables: StoreTables) -> PreparedTables:
+def prepared(tables: StoreTables, k_bits: int, v_bits: int) -> PreparedTables:
     """Made once for each StoreTables, and kept while it lives. OscarError where that would happen inside a capture."""
-    found = _prepared.get(id(tables))
+    key = id(tables), k_bits, v_bits
+    found = _prepared.get(key)
     if found is None:
         if tables.k_centre.is_cuda and torch.cuda.is_current_stream_capturing():
             raise OscarError("store: call the kernel once with these tables before a CUDA graph captures it")
-        found = _prepared[id(tables)] = PreparedTables.of(tables)
-        weakref.finalize(tables, _prepared.pop, id(tables), None)
+        found = _prepared[key] = PreparedTables.of(tables, k_bits, v_bits)
+        weakref.finalize(tables, _prepared.pop, key, None)
     return found
