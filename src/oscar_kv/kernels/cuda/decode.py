@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention with the CUDA C++ kernels: checks, workspace, and the two launches of one call."""
+"""Decode attention with the CUDA C++ kernels: checks, workspace, and the three launches of one call."""
 
 from __future__ import annotations
 

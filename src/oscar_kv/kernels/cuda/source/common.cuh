@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shapes and the division of work that the two kernels of one decode call share.
+// Shapes and the division of work that the three kernels of one decode call share.
 #pragma once
 #include "config.cuh"
 #include "ptx.cuh"
