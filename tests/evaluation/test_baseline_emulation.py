@@ -91,8 +91,9 @@ def test_a_model_reads_codes_outside_the_windows_alone(family: str, families: An
         with emulated(model, of(Exact(), model)):
             same = model(ids, use_cache=False).logits
         assert torch.equal(short, model(ids[:, :128], use_cache=False).logits)
-    assert torch.allclose(same, full, atol=1e-8)
-    assert torch.allclose(coded[:, :128], full[:, :128], atol=1e-8)
+    close = 1e-5 if extra else 1e-8  # eager attention takes its softmax in fp32
+    assert torch.allclose(same, full, atol=close)
+    assert torch.allclose(coded[:, :128], full[:, :128], atol=close)
     assert not torch.allclose(coded[:, 128:], full[:, 128:], atol=1e-3)
 
 

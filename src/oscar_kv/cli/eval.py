@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import OscarError, RecipeError
+from ..errors import OscarError
 from .common import Steps, check_outputs, console, model_name, number, print_table
 
 if TYPE_CHECKING:
@@ -119,20 +119,9 @@ def _chosen(recipes: str | None) -> list[str] | None:
     """Names given, each once. Raises RecipeError for an unknown one."""
     if recipes is None:
         return None
-    return list(dict.fromkeys(_named(name.strip()) for name in recipes.split(",")))
+    from ..evaluation.rivals import contestant_name
 
-
-def _named(name: str) -> str:
-    """What tables call a preset or a rival. Raises RecipeError for neither."""
-    from ..evaluation.baselines import BASELINES, get_baseline, is_baseline
-    from ..recipe import get_recipe
-
-    if is_baseline(name):
-        return get_baseline(name).name
-    try:
-        return get_recipe(name).name
-    except RecipeError as error:
-        raise RecipeError(f"{error}. Rivals: {', '.join(BASELINES)}") from error
+    return list(dict.fromkeys(contestant_name(name.strip()) for name in recipes.split(",")))
 
 
 def _names(chosen: list[str] | None, own: bool) -> list[str]:

@@ -8,6 +8,8 @@ windows (sink 64, recent 256). A method needs no artifact. What differs from the
 from __future__ import annotations
 
 from ...errors import RecipeError
+from ..rivals import OURS as OURS_SUFFIX
+from ..rivals import is_baseline
 from .base import OURS, Baseline, Stored, Windows
 from .bound import BaselineEmulation, bind
 from .fp8 import Fp8
@@ -37,19 +39,13 @@ BASELINES: dict[str, Baseline] = {
 }
 
 
-def is_baseline(name: str) -> bool:
-    """Whether the name, less "@published" or "@ours", is a rival's."""
-    return name.partition("@")[0] in BASELINES
-
-
 def get_baseline(name: str) -> Baseline:
     """A rival by name, NAME@ours with this package's windows. Raises RecipeError for an unknown one."""
-    base, _, windows = name.partition("@")
-    if base not in BASELINES or (windows and windows not in ("published", "ours")):
+    if not is_baseline(name):
         raise RecipeError(
-            f"unknown rival {name!r}: it is one of {', '.join(BASELINES)}, alone or followed by @ours (windows 64+256)"
+            f"unknown rival {name!r}: it is one of {', '.join(BASELINES)}, alone or followed by {OURS_SUFFIX}"
         )
-    return BASELINES[base].at_windows(windows or "published")
+    return BASELINES[name.removesuffix(OURS_SUFFIX)].at_windows("ours" if name.endswith(OURS_SUFFIX) else "published")
 
 
 __all__ = [

@@ -45,7 +45,9 @@ class TransformersCache:
         check_bits("bits", self.bits, _BITS[self.backend])
         for field in ("axis_key", "axis_value"):
             if getattr(self, field) not in _AXES[self.backend]:
-                raise OscarError(f"{field}={getattr(self, field)}: for {self.backend} it is one of {_AXES[self.backend]}")
+                raise OscarError(
+                    f"{field}={getattr(self, field)}: for {self.backend} it is one of {_AXES[self.backend]}"
+                )
 
     @property
     def name(self) -> str:
