@@ -214,6 +214,8 @@ def test_the_choice_is_named() -> None:
     artifact = artifact_of(m, PLAIN, **SMALL)
     with pytest.raises(CacheError, match="cuda, triton, torch"):
         OscarCache(artifact, m.config, kernels="gpu")
+    with pytest.raises(CacheError, match="or a KernelSet"):
+        OscarCache(artifact, m.config, kernels=["cuda"])  # type: ignore[arg-type]
     with pytest.raises(OscarError, match="needs an NVIDIA GPU"):
         enable(m, artifact, kernels="cuda")
     enable(m, artifact, kernels="torch")

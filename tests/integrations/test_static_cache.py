@@ -112,17 +112,69 @@ def test_generate_compiles_by_itself() -> None:
     assert torch.equal(again, wanted)
 
 
-def test_a_full_cache_says_so() -> None:
+def test_a_full_cache_says_so(tmp_path: Path) -> None:
+    """Steps that the host runs are refused; compiled ones answer with NaN, which generate and save_prefix find."""
+    torch._dynamo.reset()
     m = model("llama")
     fixed, _ = caches(m, 160)
     ids = tokens(2, 300)
     assert run(m, ids[:, :160], fixed, [150]).isfinite().all()
-    assert run(m, ids[:, :161], fixed, [], past=160).isnan().all()
+    with pytest.raises(CacheError, match="room for 160 tokens a row and is full"):
+        run(m, ids[:, :161], fixed, [], past=160)
     with pytest.raises(CacheError, match="room for 160 tokens"):
-        run(m, ids[:, :180], fixed, [19], past=161)
+        run(m, ids[:, :180], fixed, [20], past=160)
+    compiled = torch.compile(m, backend="eager", fullgraph=True)
+    fixed.reset()
+    run(m, ids[:, :159], fixed, [159])
+    assert run(compiled, ids[:, :160], fixed, [], past=159).isfinite().all()
+    assert run(compiled, ids[:, :161], fixed, [], past=160).isnan().all()
+    with pytest.raises(CacheError, match="was full at 160 tokens"):
+        fixed.save_prefix(tmp_path / "p")
+    fixed.reset()
+    assert run(m, ids[:, :160], fixed, [150]).isfinite().all()
+    fixed.save_prefix(tmp_path / "p")
     other, _ = caches(m, 100)
     with pytest.raises(CacheError, match="room for 100 tokens"):
         run(m, ids[:, :101], other, [101])
+    with pytest.raises(CacheError, match="holds 160 tokens a row, the cache has room for 100"):
+        other.load_prefix(tmp_path / "p")
+    assert run(m, tokens(1, 60), other, [50]).isfinite().all()
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_generate_beyond_the_end_is_an_error(compiles: bool) -> None:
+    from transformers.generation.configuration_utils import CompileConfig
+
+    torch._dynamo.reset()
+    m = model("llama")
+    fixed, _ = caches(m, 160)
+    how: dict[str, Any] = {"do_sample": False, cache_argument(): fixed}
+    if compiles:
+        how["compile_config"] = CompileConfig(backend="eager", fullgraph=True, mode=None)
+        how["compile_config"]._compile_all_devices = True
+    assert m.generate(tokens(2, 150), max_new_tokens=11, **how).shape == (2, 161)
+    fixed.reset()
+    with pytest.raises(CacheError, match="full"):
+        m.generate(tokens(2, 150), max_new_tokens=12, **how)
+
+
+def test_what_a_step_cannot_follow_is_refused() -> None:
+    m = model("llama")
+    fixed, _ = caches(m)
+    ids, mask = tokens(2, 160), torch.ones(2, 160, dtype=torch.long)
+    mask[0, :9] = 0
+    run(m, ids[:, :155], fixed, [150], mask)
+    for wrong in (mask[:, :100], torch.cat([mask[:, :155], torch.tensor([[1], [0]])], 1)):
+        with pytest.raises(CacheError, match="leaves out the new token 155"), torch.no_grad():
+            m(ids[:, 155:156], attention_mask=wrong, **{cache_argument(): fixed})
+    assert run(m, ids, fixed, [], mask, past=155).isfinite().all()
+    half = model("llama", torch.bfloat16)
+    enable(half, fixed.artifact)
+    with pytest.raises(CacheError, match="keys are torch.bfloat16"):
+        run(half, tokens(2, 161), fixed, [], past=160)
+    for length in (True, 2.5, "64", 0):
+        with pytest.raises(CacheError, match="max_cache_len"):
+            OscarCache(fixed.artifact, m.config, max_cache_len=length)  # type: ignore[arg-type]
 
 
 def test_memory_is_taken_at_once_and_kept() -> None:

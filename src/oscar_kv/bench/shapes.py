@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ..errors import OscarError
 from ..layout import PAGE, PageLayout
@@ -29,10 +29,13 @@ class Shape:
     k_bits: int = 2
     v_bits: int = 2
     batch: int = 1
+    least_batch: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if self.q_heads < 1 or self.kv_heads < 1 or self.q_heads % self.kv_heads:
             raise OscarError(f"--shape: {self.q_heads} query heads cannot share {self.kv_heads} KV heads evenly")
+        if self.batch < self.least_batch:
+            raise OscarError(f"--shape: a batch of {self.batch} has nothing to measure; at least 1 is needed")
         _ = self.layout  # refuses head sizes and bits that no page has
 
     @property
@@ -133,6 +136,13 @@ class ModelShape(DecodeShape):
     hidden: int = 4096
     mlp: int = 12288
     vocab: int = 151936
+    least_batch: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("layers", "hidden", "mlp", "vocab"):
+            if getattr(self, name) < 1:
+                raise OscarError(f"--shape: {name} is {getattr(self, name)}; at least 1 is needed")
 
     @property
     def weights(self) -> int:

@@ -68,6 +68,8 @@ def command(
     if what not in PARTS:
         raise OscarError(f"bench {what}: it is one of {', '.join(PARTS)}")
     check_outputs(("--json", json_file), ("--plot", plot), devices=())
+    if fa3 is not None and not fa3.is_file():
+        raise OscarError(f"--fa3 {fa3}: no such file; it is vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so of vLLM's wheel")
     from ..bench.contenders.base import Options
     from ..bench.precompile import parse_capability, precompile
     from ..bench.report import Report
@@ -106,6 +108,10 @@ def _shapes(what: str, given: list[str], preset: str, tiny: bool, batches: str) 
         sizes = [int(n) for n in batches.split(",")]
     except ValueError:
         raise OscarError(f"--batches {batches}: give whole numbers, separated by commas") from None
+    if min(sizes) < 0:
+        raise OscarError(f"--batches {batches}: give sizes of at least 1, or 0 for the largest that fits")
+    if what == "decode" and preset not in s.PRESETS:
+        raise OscarError(f"--preset {preset}: it is one of {', '.join(s.PRESETS)}")
     kinds: dict[str, tuple[Any, Any]] = {
         "decode": (s.DecodeShape, s.TINY), "store": (s.DecodeShape, s.TINY),
         "prefill": (s.PrefillShape, s.TINY_PREFILL), "model": (s.ModelShape, s.TINY_MODEL),
@@ -121,8 +127,6 @@ def _shapes(what: str, given: list[str], preset: str, tiny: bool, batches: str) 
     if given:
         return [kind.parse(text) for text in given]
     if what == "decode":
-        if preset not in s.PRESETS:
-            raise OscarError(f"--preset {preset}: it is one of {', '.join(s.PRESETS)}")
         return list(s.PRESETS[preset])
     return list(s.STORE) if what == "store" else [kind()]
 

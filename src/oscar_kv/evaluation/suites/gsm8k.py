@@ -20,7 +20,7 @@ from ...errors import OscarError
 from .base import Measure, Message, Sample, TaskBase, rng_of
 from .items import package_file, read_jsonl, take
 
-_NUMBER = r"[-−]?\s?\$?\s?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+_NUMBER = r"(?:\$\s?)?[-−]?(?:\$\s?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _MARKED = re.compile(rf"####\s*({_NUMBER})")
 _ANY = re.compile(_NUMBER)
 _NEXT = re.compile(r"\n\s*(?:Question|Q):")
@@ -40,7 +40,7 @@ def marked(answer: str) -> Decimal | None:
 
 def last(answer: str) -> Decimal | None:
     """The last number, before any further question that the model asked itself."""
-    found = _ANY.findall(re.sub(r"(?<=\d)\s?-\s?(?=\d)", " ", _NEXT.split(answer)[0]))
+    found = _ANY.findall(re.sub(r"(?<=\d)[-−](?=\d)", " ", _NEXT.split(answer)[0]))
     return number(found[-1]) if found else None
 
 
@@ -94,9 +94,10 @@ class Gsm8k(TaskBase):
         scored, pool = self.split(seed)
         if n > len(scored):
             raise OscarError(f"gsm8k: {n} samples were asked for; {len(scored)} items are not kept as worked examples")
-        lengths = {i: m.length(self._build(m, [], i, "")) for i in pool}
-        answers = {i: m.count(solution(self.items[i]["answer"])) for i in pool}
-        return [self._one(m, context, seed, i, pool, {k: lengths[k] + answers[k] for k in pool}) for i in scored[:n]]
+        # What an example adds to a prompt, taken behind one and the same other question.
+        bare = m.length(self._build(m, [], scored[0], "gsm8k"))
+        lengths = {i: m.length(self._build(m, [i], scored[0], "gsm8k")) - bare for i in pool}
+        return [self._one(m, context, seed, i, pool, lengths) for i in scored[:n]]
 
     def _one(
         self, m: Measure, context: int, seed: int, item: int, pool: Sequence[int], lengths: dict[int, int]
@@ -105,23 +106,16 @@ class Gsm8k(TaskBase):
         rng_of("gsm8k", seed, item).shuffle(order)
         room, name = context - self.max_new_tokens, f"{self.name}/{context}/{seed}/{item}"
         bare = m.length(self._build(m, [], item, name))
-        # Rendered alone each example carries a template's fixed words, which the joined text holds once: the estimate
-        # is high, so examples are added while the joined text has room.
         shown = [order[i] for i in take([lengths[k] for k in order], room - bare, self.examples[1])]
         sample = self._build(m, shown, item, name)
+        # Joined texts may take a token more than their parts.
         while m.length(sample) > room and shown:
             shown.pop()
             sample = self._build(m, shown, item, name)
-        for extra in order:
-            if len(shown) == self.examples[1] or room - m.length(sample) < min(lengths.values(), default=0) // 2:
-                break
-            if extra not in shown and m.length(more := self._build(m, [*shown, extra], item, name)) <= room:
-                shown.append(extra)
-                sample = more
         if m.length(sample) > room or len(shown) < self.examples[0]:
             raise OscarError(
-                f"{self.name}: {len(shown)} worked examples fit a context of {context} tokens ({self.max_new_tokens} of "
-                f"them for the answer); at least {self.examples[0]} are wanted: use a longer context"
+                f"{self.name}: {len(shown)} worked examples fit a context of {context} tokens ({self.max_new_tokens} "
+                f"of them for the answer); at least {self.examples[0]} are wanted: use a longer context"
             )
         return sample
 

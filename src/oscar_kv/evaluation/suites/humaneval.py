@@ -8,8 +8,10 @@ solutions, as fit the context. They are drawn by seed from the other 163 (leave 
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -41,8 +43,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class HumanEval(TaskBase):
-    """path: the data set's JSON lines (.gz too); None: from the package. solved: problems shown before; None: as many as
-    fit. Run time of a candidate is the sandbox's."""
+    """path: the data set's JSON lines (.gz too); None: from the package.
+
+    solved: problems shown before; None: as many as fit (the long form). sandbox: limits of a candidate's run.
+    """
 
     path: str | Path | None = None
     solved: int | None = None
@@ -87,8 +91,10 @@ class HumanEval(TaskBase):
                 stop = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n@", "\nassert ", "\nimport ", "\nfrom ")
                 return Sample(**common, prompt=lead + problem.prompt.lstrip("\n"), stop=stop)
             begin = f"Here are solved problems in Python.\n\n{lead}\n" if lead else ""
-            task = f"{begin}Complete this function. Answer with the whole function.\n\n```python\n{problem.prompt.strip()}\n```"
-            return Sample(**common, **m.ask(task, f"```python\n{problem.prompt.lstrip(chr(10))}"), stop=("\n```",))
+            task = f"{begin}Complete this function. Answer with the whole function.\n\n"
+            task += f"```python\n{problem.prompt.strip()}\n```"
+            opening = "```python\n" + problem.prompt.lstrip("\n")
+            return Sample(**common, **m.ask(task, opening), stop=("\n```",))
 
         room = context - self.max_new_tokens
         if (bare := m.length(build([]))) > room:
@@ -119,42 +125,50 @@ def _shown(problem: Problem, chat: bool) -> str:
 def program(problem: Problem, answer: str) -> str:
     """The code to be tested: the answer's own function if it writes one, else the prompt with the answer as its body.
 
-    A function in a code fence counts before one in plain text. Of a body, everything up to the first line that is not
-    indented is taken.
+    A function in a code fence counts before one in plain text. What follows a function or a body is left out: talk,
+    tests, the next problem.
     """
     wanted = re.compile(rf"^(?:async )?def {re.escape(problem.entry_point)}\s*\(", re.MULTILINE)
     # Imports and helpers of the prompt, which an answer need not repeat.
     head = wanted.search(problem.prompt)
     preamble = problem.prompt[: head.start()] if head else ""
-    fenced = [block for block in _FENCE.findall(answer) if wanted.search(block)]
-    if fenced:
-        return f"{preamble}\n{fenced[0]}\n"
-    body = _body(answer)
-    if wanted.search(answer) and not body.strip():
-        return f"{preamble}\n{_until(answer[wanted.search(answer).start() :], _foreign)}\n"  # type: ignore[union-attr]
+    blocks = _FENCE.findall(answer)
+    for block in blocks:
+        if wanted.search(block):
+            return f"{preamble}\n{block}\n"
+    if blocks and answer.lstrip().startswith("```"):
+        answer = blocks[0]
+    body = _body(problem, answer)
+    own = wanted.search(answer)
+    if own and not body.strip():
+        lines = answer[own.start() :].split("\n")
+        # The longest beginning that is Python: talk behind the function is none.
+        text = next((t for i in range(len(lines), 0, -1) if _parses(t := "\n".join(lines[:i]))), "\n".join(lines))
+        return f"{preamble}\n{text}\n"
     return f"{problem.prompt}{body}\n"
 
 
-def _body(answer: str) -> str:
-    """Indented and blank lines at the beginning; an answer whose first line lost its indentation gets it back."""
+def _body(problem: Problem, answer: str) -> str:
+    """The answer up to its first line that is not indented, or, if that cuts a text in two, a later one."""
     lines = answer.split("\n")
     first = next((i for i, line in enumerate(lines) if line.strip()), None)
     if first is None:
         return ""
-    if re.match(r"(return|if|for|while|try|with)\b|\w+ = ", lines[first]):
+    # An answer's first line may have lost its indentation to a tokenizer or a strip().
+    if re.match(r"(return|if|for|while|try|with)\b|\w[\w, ]* = ", lines[first]):
         lines[first] = "    " + lines[first]
-    return _until("\n".join(lines), lambda line: bool(line) and not line[0].isspace())
+    if not lines[first][0].isspace():
+        return ""
+    cuts = [i for i, line in enumerate(lines) if line and not line[0].isspace()] + [len(lines)]
+    bodies = ["\n".join(lines[:i]) for i in cuts]
+    return next((b for b in bodies if b.strip() and _parses(f"{problem.prompt}{b}\n")), bodies[0])
 
 
-def _foreign(line: str) -> bool:
-    """A line at which code ends and talk, tests or a fence begin."""
-    return re.match(r"```|print\(|assert\b|if __name__|[A-Z][a-z]+ [a-z]", line) is not None
-
-
-def _until(text: str, ends: Callable[[str], bool]) -> str:
-    out = []
-    for line in text.split("\n"):
-        if ends(line):
-            break
-        out.append(line)
-    return "\n".join(out)
+def _parses(text: str) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return False
+    return True

@@ -123,11 +123,11 @@ class Niah(RulerTask):
             text.insert(place, own)
         one = self.queries * self.values == 1
         what = f"magic {self.value_kind[:-1] if one else self.value_kind}"
-        query, verb = enumerated(asked), "is" if one else "are"
+        some, verb, them, every = ("A", "is", "it", "the") if one else ("Some", "are", "them", "all the")
+        query = enumerated(asked)
         question = (
-            f"{'A special' if one else 'Some special'} {what} {verb} hidden in the text below. Keep {'it' if one else 'them'} "
-            f"in mind: you will be asked about {'it' if one else 'them'}.\n{join.join(text)}\n"
-            f"What {verb} {'the' if one else 'all the'} special {what} for {query} that the text above mentions?"
+            f"{some} special {what} {verb} hidden in the text below. Keep {them} in mind: you will be asked about "
+            f"{them}.\n{join.join(text)}\nWhat {verb} {every} special {what} for {query} that the text above mentions?"
         )
         opening = f"The special {what} for {query} that the text above mentions {verb}"
         depth = [round(p / max(1, len(hay)), 4) for p in places]
@@ -206,7 +206,8 @@ class CommonWords(RulerTask):
         # Lists below 4,096 tokens have no room for 30 repetitions: RULER's smaller counts.
         small = context < 4096
         words = rng.sample(vocabulary(), len(vocabulary()))
-        first, opening, solved = self._question(rng, words[:20] if small else words[:40], *((3, 1) if small else (10, 3)))
+        shown_words, shown_counts = (words[:20], (3, 1)) if small else (words[:40], (10, 3))
+        first, opening, solved = self._question(rng, shown_words, *shown_counts)
         counts = (6, 1) if small else (self.often, self.seldom)
         text, _, answer = self._question(rng, words[40 : 40 + units], *counts)
         shown = " ".join(f"{i + 1}. {w}" for i, w in enumerate(solved))
@@ -224,8 +225,8 @@ class CommonWords(RulerTask):
         body = " ".join(f"{i + 1}. {w}" for i, w in enumerate(listed))
         text = (
             "Here is a numbered list of words. Some of the words appear in it more often than others; remember those "
-            f"that appear most often.\n{body}\nQuestion: Which {self.common} words are the most common ones in the list "
-            "above?"
+            f"that appear most often.\n{body}\nQuestion: Which {self.common} words are the most common ones in the "
+            "list above?"
         )
         return text, f"Answer: The {self.common} words that appear most often in the list are:", common
 
@@ -252,9 +253,9 @@ class FrequentWords(RulerTask):
         text = [w for w, count in zip(coded, counts, strict=True) for _ in range(count)]
         rng.shuffle(text)
         question = (
-            "The text below is made of coded words. Count how often each of them appears and find the three most frequent "
-            f"ones. {' '.join(text)}\nQuestion: Explain nothing and leave the dots '....' aside. Which three words appear "
-            "most frequently in the coded text above?"
+            "The text below is made of coded words. Count how often each of them appears and find the three most "
+            f"frequent ones. {' '.join(text)}\nQuestion: Explain nothing and leave the dots '....' aside. Which three "
+            "words appear most frequently in the coded text above?"
         )
         return self._sample(
             measure, seed, question, "Answer: The three words that appear most frequently in the coded text above are:",

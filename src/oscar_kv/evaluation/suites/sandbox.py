@@ -2,12 +2,13 @@
 """Runs code that a model wrote, so that it can compute and do nothing else.
 
 The code runs in a Python of its own (``-I -S``: no environment, no site-packages) in an empty temporary folder, under a
-list of permitted system calls (seccomp): memory, time, reading files. Everything else is refused by the kernel: sockets,
-new processes and threads, signals, writing or removing any file. Limits on processor time, address space and file size
-hold besides, the network namespace is an empty one where the kernel lets us make it, and the process group is killed at
-the end. Where the kernel or processor is none that we have a list for, nothing is run and the error says so.
+list of permitted system calls (seccomp): memory, time, reading files. The kernel refuses everything else: sockets, new
+processes and threads, signals, writing or removing any file. Limits on processor time, address space and file size hold
+besides, the network namespace is an empty one where the kernel lets us make it, and the process group is killed at the
+limit. Where the kernel or processor is none that we have a list for, nothing is run and the error says so.
 
-What remains: the code can read what this user can read (it cannot send it anywhere) and use one core until the limit.
+What remains: the code can read what this user can read (it cannot send it anywhere), use one core until the limit, and,
+if it searches the interpreter for it, find the token that says a program has passed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Sandbox:
 
     def __post_init__(self) -> None:
         if self.timeout <= 0 or self.memory < 1 << 27:
-            raise OscarError(f"sandbox: timeout {self.timeout} s, memory {self.memory}: use more than 0 s and >= 128 MiB")
+            raise OscarError(
+                f"sandbox: timeout {self.timeout} s, memory {self.memory} bytes; use more than 0 s, at least 128 MiB"
+            )
 
     def run(self, program: str) -> Outcome:
         """Runs the program to its end or its limit. OscarError where it cannot be locked in."""

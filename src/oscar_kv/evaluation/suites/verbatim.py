@@ -23,6 +23,8 @@ from .texts import HAYSTACK, haystack_slice, haystack_words, vocabulary
 
 Border = Literal["recent", "edge", "sink", "history", "window"]
 _OPEN, _CLOSE = "<passage>", "</passage>"
+_CUE = 4
+"""Words of the passage that the answer is begun with: what is tested is copying, not finding the tags."""
 
 
 def edit_similarity(answer: str, reference: str) -> float:
@@ -46,7 +48,7 @@ def edit_similarity(answer: str, reference: str) -> float:
 
 def exact(answer: str, reference: str) -> bool:
     """Whether the answer begins with the reference, white space aside."""
-    wanted, given = reference.split(), answer.replace(_CLOSE, " ").split()
+    wanted, given = reference.split(), answer.split()
     return given[: len(wanted)] == wanted
 
 
@@ -75,7 +77,7 @@ class Verbatim(TaskBase):
         if self.border not in get_args(Border):
             raise OscarError(f"verbatim: border {self.border!r}; it is one of {', '.join(get_args(Border))}")
         if self.passage < 16:
-            raise OscarError(f"verbatim: a passage of {self.passage} tokens is too short to lie on a border; use 16 or more")
+            raise OscarError(f"verbatim: a passage of {self.passage} tokens cannot lie on a border; use 16 or more")
         object.__setattr__(self, "name", f"verbatim_{self.border}")
 
     def samples(self, measure: Any, context: int, n: int, seed: int = 0) -> list[Sample]:
@@ -86,18 +88,18 @@ class Verbatim(TaskBase):
     def _one(self, m: Measure, context: int, seed: str) -> Sample:
         rng = rng_of(seed)
         quoted = passage_text(rng, m, self.passage)
+        cue = " ".join(quoted.split()[:_CUE])
         first, second = (rng.randrange(len(haystack_words())) for _ in range(2))
 
         def build(before: int, after: int) -> Sample:
             lead = " ".join(haystack_slice(first, before)) + "\n" if before else ""
             tail = "\n" + " ".join(haystack_slice(second, after)) if after else ""
-            text = (
-                f"{lead}{_OPEN}{quoted}{_CLOSE}{tail}\nRepeat the text between {_OPEN} and {_CLOSE} word for word."
-            )
+            text = f"{lead}{_OPEN}{quoted}{_CLOSE}{tail}\nRepeat the text between {_OPEN} and {_CLOSE} word for word."
             return Sample(
-                id=seed.replace(" ", "/"), reference=(quoted,), max_new_tokens=self.passage + self.passage // 2 + 16,
-                stop=(_CLOSE,), meta={"haystack": HAYSTACK, "sink": self.sink, "recent": self.recent},
-                **m.ask(text, _OPEN),
+                id=seed.replace(" ", "/"), reference=(quoted[len(cue) + 1 :],),
+                max_new_tokens=self.passage + self.passage // 2 + 16, stop=(_CLOSE,),
+                meta={"haystack": HAYSTACK, "sink": self.sink, "recent": self.recent, "cue": cue},
+                **m.ask(text, _OPEN + cue),
             )  # fmt: skip
 
         def span(sample: Sample) -> tuple[int, int, int]:
@@ -113,7 +115,12 @@ class Verbatim(TaskBase):
         else:
             # Tokens from the passage's beginning to the prompt's end; they do not depend on what comes before it.
             shift = {"recent": self.passage // 2, "edge": PAGE // 2, "window": -PAGE // 4}[self.border]
-            after = _most(self.recent + shift, lambda words: (lambda b, _, n: n - b)(*span(build(32, words))))
+
+            def back(words: int) -> int:
+                begin, _, total = span(build(32, words))
+                return total - begin
+
+            after = _most(self.recent + shift, back)
             sample = fill(lambda words: build(words, after), m, context, 32)
         begin, end, total = span(sample)
         border = self.sink if self.border == "sink" else total - self.recent
@@ -134,11 +141,19 @@ class Verbatim(TaskBase):
 
     def score(self, sample: Sample, answer: str) -> float:
         """Edit similarity."""
-        return edit_similarity(answer.split(_CLOSE)[0], sample.reference[0])
+        return edit_similarity(_quotation(sample, answer), sample.reference[0])
 
     def details(self, sample: Sample, answer: str) -> dict[str, float]:
         """Similarity, and 1 where the quotation is exact."""
-        return {"similarity": self.score(sample, answer), "exact": float(exact(answer, sample.reference[0]))}
+        return {
+            "similarity": self.score(sample, answer),
+            "exact": float(exact(_quotation(sample, answer), sample.reference[0])),
+        }
+
+
+def _quotation(sample: Sample, answer: str) -> str:
+    """The answer between the tags, without the cue where the model was not given it or repeats it."""
+    return answer.split(_CLOSE)[0].replace(_OPEN, " ").strip().removeprefix(str(sample.meta["cue"]))
 
 
 def _most(limit: int, size: Callable[[int], int]) -> int:

@@ -46,7 +46,8 @@ class OscarCache(Serving, Cache):
     max_cache_len: tokens a row, for a cache of fixed length like Transformers' StaticCache: its memory is taken at
     once, and decode steps can be compiled and captured in CUDA graphs (``generate`` compiles them by itself on a GPU).
     Such a cache reads padding from the prompt's mask alone (later tokens all count), serves no beams, crops or assisted
-    decoding, and answers with NaN once a row is full.
+    decoding. Once a row is full, a step is a CacheError where the host runs it, and NaN where it is compiled or
+    captured; ``generate`` of an enabled model and ``save_prefix`` find that and raise.
 
     Raises CacheError for another geometry, ArtifactError where a config field that fixes attention differs from what
     the artifact recorded. Weights are compared by ``enable``, from samples of the key projections.
@@ -77,10 +78,10 @@ class OscarCache(Serving, Cache):
         if stock_attention == NAME:
             raise CacheError(f"stock_attention={NAME!r} is the packed cache's own: name 'sdpa', 'eager' …, or leave it")
         self.artifact, self.codecs, self.stock_attention = artifact, codecs_of(artifact), stock_attention
-        if max_cache_len is not None and max_cache_len < 1:
-            raise CacheError(f"max_cache_len is {max_cache_len}, it must be at least 1 token")
-        if isinstance(kernels, str) and kernels not in registry.NAMES:
-            raise CacheError(f"kernels={kernels!r}: the kernels are {', '.join(registry.NAMES)}")
+        if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
+            raise CacheError(f"max_cache_len is {max_cache_len!r}, it must be a whole number of at least 1 token")
+        if kernels is not None and not isinstance(kernels, KernelSet) and kernels not in registry.NAMES:
+            raise CacheError(f"kernels={kernels!r}: give one of {', '.join(registry.NAMES)}, or a KernelSet")
         self._init_serving(kernels, max_cache_len)
         self.slots = Slots()
         self._warned = False
@@ -327,6 +328,7 @@ class OscarCache(Serving, Cache):
         """Write all tokens to a safetensors file; generation goes on from it bit-identically. See ``load_prefix``."""
         self._whole("save_prefix")
         if self.state is not None:
+            self.state.check_room()
             self.pull()
         return prefix.save(self, Path(path))
 

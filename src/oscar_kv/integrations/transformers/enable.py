@@ -204,4 +204,8 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         if setting("is_assistant"):
             cache.activate_past_recording()
         kwargs[compat.cache_argument()] = cache
-    return type(model).generate(model, *args, **kwargs)
+    out = type(model).generate(model, *args, **kwargs)
+    for name in compat.CACHE_NAMES:  # compiled steps cannot say that the cache was full
+        if isinstance(cache := kwargs.get(name), OscarCache) and cache.state is not None:
+            cache.state.check_room()
+    return out

@@ -94,6 +94,10 @@ def load(cache: OscarCache, path: Path, device: torch.device) -> None:
             raise CacheError(f"{path}: layers.{i}.{missing[0]} is missing; save the prefix again")
         if i not in cache._packed and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise CacheError(f"layer {i}, a {type(layer).__name__}, cannot be loaded: only attention layers can")
+    limit, longest = cache.fixed_length, int(tensors[f"layers.{cache._packed[0]}.lengths"].max())
+    if limit is not None and longest > limit:
+        raise CacheError(f"{path} holds {longest} tokens a row, the cache has room for {limit}: make it longer, "
+                         "OscarCache(…, max_cache_len=…)")  # fmt: skip
     for i, layer in enumerate(cache.layers):
         mine = {name.removeprefix(f"layers.{i}."): x for name, x in tensors.items() if name.startswith(f"layers.{i}.")}
         if i in cache._packed:

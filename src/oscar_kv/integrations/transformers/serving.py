@@ -103,6 +103,7 @@ class Serving:
         """Learn from the device how far decode steps have come that ran without the host."""
         assert self.state is not None
         lengths, slots = self.state.seq_len.tolist(), int(self.state.slots)
+        self.state.known = max(lengths, default=0)
         for layer in self.packed_layers:
             assert isinstance(layer, OscarStaticLayer)
             layer.take(lengths, slots)

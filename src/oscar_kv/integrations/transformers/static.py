@@ -104,6 +104,8 @@ class StaticState:
         self.start, self.hist_start, self.hist_end, self.seq_len = zeros(), zeros(), zeros(), zeros()
         self.count, self.full = zeros() + 1, zeros().bool()
         self.slots = torch.zeros((), dtype=torch.int64, device=device)
+        self.known = 0
+        """Tokens that the longest row holds at least: what the host knows without asking. Compiled steps add none."""
         _fix(*self.tensors)
 
     @property
@@ -129,6 +131,39 @@ class StaticState:
         """Take over what the host knows."""
         self.seq_len.copy_(upload(lengths, torch.int32, self.device))
         self.slots.fill_(slots)
+        self.full.zero_()
+        self.known = max(lengths, default=0)
+
+    def host_step(self, padding: Tensor | None) -> None:
+        """Before a step that the host runs itself: raise CacheError where it knows that a row is full already.
+
+        On a CPU, where looking costs nothing, the step's column of the padding mask must be there and count.
+        """
+        if self.device.type == "cpu":
+            self.known, column = int(self.seq_len.max()), int(self.slots)
+            if padding is not None and not (padding.shape[1] > column and bool(padding[:, column].all())):
+                raise CacheError(
+                    f"the attention mask leaves out the new token {column} of some row: a cache of fixed length reads "
+                    "padding from the prompt's mask alone; give a mask with ones from there on, or leave "
+                    "max_cache_len out"
+                )
+        elif torch.cuda.is_current_stream_capturing():
+            return  # nothing runs now, and replays do not come by here
+        if self.known >= self.limit:
+            raise CacheError(
+                f"the cache has room for {self.limit} tokens a row and is full: make it longer, "
+                "OscarCache(…, max_cache_len=…), or generate fewer tokens"
+            )
+        self.known += 1
+
+    def check_room(self) -> None:
+        """Raise CacheError if steps went on after a row was full. Asks the device: not for use within a step."""
+        if bool(self.full.any()):
+            raise CacheError(
+                f"a row was full at {self.limit} tokens and decoding went on: what came after answers with NaN. Make "
+                "the cache longer, OscarCache(…, max_cache_len=…), or generate fewer tokens; cache.reset() before "
+                "other text"
+            )
 
 
 class StaticPending(Pending):
@@ -185,9 +220,15 @@ class OscarStaticLayer(OscarLayer):
             raise CacheError("attention dropout is on: call model.eval() before generating with a packed cache")
         if query.shape[0] != store.rows:
             raise CacheError(f"the cache holds {store.rows} rows, this batch has {query.shape[0]}")
-        if self.first:
-            state.advance()
         dtype, scaling = store.dtype, kwargs.get("scaling")
+        if pending.key.dtype != dtype and not torch.is_autocast_enabled(pending.key.device.type):
+            raise CacheError(
+                f"the cache holds {dtype}, this model's keys are {pending.key.dtype}: use one cache a batch and a model"
+            )
+        if self.first:
+            if not torch.compiler.is_compiling():
+                state.host_step(mask.padding if isinstance(mask, OscarMask) else None)
+            state.advance()
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         out = torch.ops.oscar_kv.decode_step(
             query[:, :, 0].to(dtype), pending.key.to(dtype), pending.value.to(dtype), store.pool.pages,
