@@ -188,8 +188,22 @@ def oscar_mask(**arguments: Any) -> Any:
         return ready
     plain = arguments.get("mask_function", causal_mask_function) is causal_mask_function
     if plain and arguments.get("q_length") == 1 and isinstance(arguments.get("q_offset"), Tensor):
+        if isinstance(ready, Tensor) and ready.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_step(ready, int(arguments["q_offset"]))
         return None
     return OscarMask(arguments)
+
+
+def _check_step(padding: Tensor, column: int) -> None:
+    """Raise CacheError where a mask [batch, slots] hides a step's token: a fixed length reads the prompt's mask alone.
+
+    On a CPU, where looking costs nothing.
+    """
+    if padding.ndim == 2 and not (padding.shape[1] > column and bool(padding[:, column].all())):
+        raise CacheError(
+            f"the attention mask leaves out the new token {column} of some row: a cache of fixed length reads padding "
+            "from the prompt's mask alone. Give a mask with ones from there on, or leave max_cache_len out"
+        )
 
 
 def register() -> None:

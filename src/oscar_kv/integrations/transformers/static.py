@@ -134,19 +134,10 @@ class StaticState:
         self.full.zero_()
         self.known = max(lengths, default=0)
 
-    def host_step(self, padding: Tensor | None) -> None:
-        """Before a step that the host runs itself: raise CacheError where it knows that a row is full already.
-
-        On a CPU, where looking costs nothing, the step's column of the padding mask must be there and count.
-        """
+    def host_step(self) -> None:
+        """Before a step that the host runs itself: raise CacheError where it knows that a row is full already."""
         if self.device.type == "cpu":
-            self.known, column = int(self.seq_len.max()), int(self.slots)
-            if padding is not None and not (padding.shape[1] > column and bool(padding[:, column].all())):
-                raise CacheError(
-                    f"the attention mask leaves out the new token {column} of some row: a cache of fixed length reads "
-                    "padding from the prompt's mask alone; give a mask with ones from there on, or leave "
-                    "max_cache_len out"
-                )
+            self.known = int(self.seq_len.max())
         elif torch.cuda.is_current_stream_capturing():
             return  # nothing runs now, and replays do not come by here
         if self.known >= self.limit:
@@ -227,7 +218,7 @@ class OscarStaticLayer(OscarLayer):
             )
         if self.first:
             if not torch.compiler.is_compiling():
-                state.host_step(mask.padding if isinstance(mask, OscarMask) else None)
+                state.host_step()
             state.advance()
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         out = torch.ops.oscar_kv.decode_step(
