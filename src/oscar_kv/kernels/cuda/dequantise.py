@@ -14,7 +14,7 @@ from torch import Tensor
 from ...errors import OscarError
 from ...layout import PAGE, PageLayout
 from .compiler import compile_cached
-from .launch import _check, _driver
+from .launch import _check, _driver, submit
 
 DEQUANTISE_HEADERS = ("fragments.cuh", "ptx.cuh")
 THREADS = 256  # as in dequantise.cu
@@ -87,15 +87,7 @@ class DeviceKernel:
 
     def launch(self, grid: tuple[int, int], params: DequantiseParams) -> None:
         """Launch on the current stream."""
-        d = _driver()
-        config = d.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
-        config.sharedMemBytes = self.spec.shared_bytes
-        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
-        config.attrs, config.numAttrs = [], 0
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        _check((*d.cuLaunchKernelEx(config, self._function, ctypes.addressof(arguments), 0), None))
+        submit(self._function, self.device, grid, THREADS, self.spec.shared_bytes, params)
 
 
 @cache

@@ -39,6 +39,32 @@ def _check(result: tuple[Any, ...]) -> Any:
     return result[1] if len(result) == 2 else result[1:]
 
 
+def submit(
+    function: Any,
+    device: int,
+    grid: tuple[int, int],
+    threads: int,
+    shared: int,
+    params: ctypes.Structure,
+    chained: bool = False,
+) -> None:
+    """Launch a kernel on the device's current stream. chained: it may start before the kernel ahead of it has ended."""
+    d = _driver()
+    config = d.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared
+    config.hStream = torch.cuda.current_stream(device).cuda_stream
+    config.attrs, config.numAttrs = [], 0
+    if chained:
+        attribute = d.CUlaunchAttribute()
+        attribute.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+    _check((*d.cuLaunchKernelEx(config, function, ctypes.addressof(arguments), 0), None))
+
+
 @dataclass
 class DeviceKernels:
     """The kernels of one specialisation, loaded on one device. ``blocks``: thread blocks of one full wave."""
@@ -66,22 +92,10 @@ class DeviceKernels:
 
     def launch(self, name: str, grid: tuple[int, int], params: Params) -> None:
         """Launch on the current stream. Where the device can chain kernels, the one after the first starts early."""
-        d = _driver()
+        chained = self.spec.chained and (not name.startswith("prepare") or self.spec.chain_first)
+        shared = self.spec.shared_bytes if name == "decode" else 0
         threads = THREADS.get(name, 32 * self.spec.warps)
-        config = d.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = self.spec.shared_bytes if name == "decode" else 0
-        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
-        if self.spec.chained and (not name.startswith("prepare") or self.spec.chain_first):
-            attribute = d.CUlaunchAttribute()
-            attribute.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
-        else:
-            config.attrs, config.numAttrs = [], 0
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        _check((*d.cuLaunchKernelEx(config, self.functions[name], ctypes.addressof(arguments), 0), None))
+        submit(self.functions[name], self.device, grid, threads, shared, params, chained)
 
 
 @cache

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from typing import Any
 
 import torch
 
 from .compiler import compile_cached
-from .launch import _check, _driver
+from .launch import _check, _driver, submit
 from .store_spec import STORE_HEADERS, StoreParams, StoreSpec
 
 KERNELS = ("store_step", "store_keys", "store_values", "store_rows")
@@ -34,15 +33,7 @@ class StoreKernels:
 
     def launch(self, name: str, grid: tuple[int, int], threads: int, shared: int, params: StoreParams) -> None:
         """Launch on the current stream."""
-        d = _driver()
-        config = d.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid[0], grid[1], 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = shared
-        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
-        config.attrs, config.numAttrs = [], 0
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        _check((*d.cuLaunchKernelEx(config, self.functions[name], ctypes.addressof(arguments), 0), None))
+        submit(self.functions[name], self.device, grid, threads, shared, params)
 
 
 @cache
