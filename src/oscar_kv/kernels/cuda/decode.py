@@ -12,6 +12,7 @@ from torch import Tensor
 from ...errors import OscarError
 from ...layout import PageLayout
 from ..base import LayerTables, Windows
+from .arguments import check_int32, check_pages, check_requests, check_tables, check_windows
 from .launch import load
 from .spec import DecodeSpec, Params
 
@@ -44,48 +45,14 @@ def _check_arguments(
     _require(
         q.ndim == 3 and q.shape[-1] == layout.k_dim, f"q must be [batch, q_heads, {layout.k_dim}], got {tuple(q.shape)}"
     )
-    kv = pages.shape[1] if pages.ndim == 3 else 0
-    _require(
-        pages.ndim == 3 and pages.dtype == torch.uint8 and pages.shape[2] == layout.page_bytes,
-        f"pages must be uint8 [pool, kv_heads, {layout.page_bytes}], got {pages.dtype} {tuple(pages.shape)}",
-    )
+    kv = check_pages(_require, pages, layout)
     _require(kv > 0 and q.shape[1] % kv == 0, f"{q.shape[1]} query heads cannot share {kv} KV heads evenly")
-    _require(
-        block_table.ndim == 2 and block_table.shape[0] == q.shape[0],
-        f"block_table must be [batch, max_pages], got {tuple(block_table.shape)}",
-    )
-    for name, x in zip(("hist_start", "hist_end", "seq_len"), lengths, strict=True):
-        _require(x.shape == q.shape[:1], f"{name} must be [batch], got {tuple(x.shape)}")
-    for name, x, d in (
-        ("sink_k", w.sink_k, layout.k_dim),
-        ("sink_v", w.sink_v, layout.v_dim),
-        ("ring_k", w.ring_k, layout.k_dim),
-        ("ring_v", w.ring_v, layout.v_dim),
-    ):
-        _require(
-            x.ndim == 4 and x.shape[1] == kv and x.shape[3] == d,
-            f"{name} must be [slots, {kv}, rows, {d}], got {tuple(x.shape)}",
-        )
-        _require(x.dtype == q.dtype, f"{name} is {x.dtype}, q is {q.dtype}: both must have one dtype")
-    _require(
-        w.sink_k.shape[2] == w.sink_v.shape[2] and w.ring_k.shape[2] == w.ring_v.shape[2],
-        "K and V windows differ in rows",
-    )
-    for name, table, shape in (
-        ("k_centre", t.k_centre, (kv, layout.k_dim)),
-        ("v_centre", t.v_centre, (kv, layout.v_dim)),
-        ("k_rotation", t.k_rotation, (kv, layout.k_dim, layout.k_dim)),
-        ("v_rotation_t", t.v_rotation_t, (kv, layout.v_dim, layout.v_dim)),
-    ):
-        if table is not None:
-            _require(
-                tuple(table.shape) == shape and table.dtype == torch.float32,
-                f"{name} must be float32 {shape}, got {table.dtype} {tuple(table.shape)}",
-            )
-    tensors = [q, pages, block_table, *lengths, w.sink_k, w.sink_v, w.ring_k, w.ring_v, t.k_centre, t.v_centre]
-    tensors += [x for x in (w.slots, t.k_rotation, t.v_rotation_t) if x is not None]
-    for x in (block_table, *lengths, *([] if w.slots is None else [w.slots])):
-        _require(x.dtype == torch.int32, "block_table, lengths and slots must be int32")
+    numbers = dict(zip(("hist_start", "hist_end", "seq_len"), lengths, strict=True))
+    check_requests(_require, q.shape[0], block_table, numbers)
+    check_windows(_require, w, kv, layout, q.dtype)
+    integers = [block_table, *lengths, *([] if w.slots is None else [w.slots])]
+    check_int32(_require, integers)
+    tensors = [q, pages, *integers, w.sink_k, w.sink_v, w.ring_k, w.ring_v, *check_tables(_require, t, kv, layout)]
     for x in tensors:
         _require(x.is_contiguous() and x.device == q.device, "every tensor must be contiguous and on q's device")
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...errors import OscarError
 from ...layout import PAGE, PageLayout
+from .arguments import check_pages
 from .compiler import compile_cached
 from .launch import _check, _driver, submit
 
@@ -104,13 +105,8 @@ def _require(ok: bool, message: str) -> None:
 
 
 def _check_arguments(pages: Tensor, blocks: Tensor, layout: PageLayout, k: Tensor, v: Tensor) -> None:
-    _require(
-        pages.ndim == 3
-        and pages.dtype == torch.uint8
-        and pages.shape[2] == layout.page_bytes
-        and pages.is_contiguous(),
-        f"pages must be contiguous uint8 [pool, kv_heads, {layout.page_bytes}], got {pages.dtype} {tuple(pages.shape)}",
-    )
+    check_pages(_require, pages, layout)
+    _require(pages.is_contiguous(), "pages must be contiguous")
     _require(
         blocks.ndim == 2 and blocks.dtype == torch.int32 and blocks.is_contiguous(),
         f"blocks must be contiguous int32 [batch, n], got {blocks.dtype} {tuple(blocks.shape)}",

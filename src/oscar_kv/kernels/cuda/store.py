@@ -11,6 +11,7 @@ from torch import Tensor
 from ...errors import OscarError
 from ...layout import PAGE, PageLayout
 from ..base import StoreTables, Windows
+from .arguments import check_int32, check_pages, check_requests, check_tables, check_windows
 from .store_launch import load_store
 from .store_spec import StoreParams, StoreSpec
 from .store_tables import PreparedTables, prepared
@@ -43,11 +44,7 @@ def _check_arguments(
     layout: PageLayout,
 ) -> None:
     """Shapes, dtypes, devices. Values on the device (lengths, block numbers) are not read: that would synchronise."""
-    _require(
-        pages.ndim == 3 and pages.dtype == torch.uint8 and pages.shape[2] == layout.page_bytes,
-        f"pages must be uint8 [pool, kv_heads, {layout.page_bytes}], got {pages.dtype} {tuple(pages.shape)}",
-    )
-    kv, batch, dtype = pages.shape[1], k.shape[0] if k.ndim else 0, k.dtype
+    kv, batch = check_pages(_require, pages, layout), k.shape[0] if k.ndim else 0
     for name, x, d in (("k", k, layout.k_dim), ("v", v, layout.v_dim)):
         _require(
             x.ndim == 4 and x.shape[:2] == (batch, kv) and x.shape[3] == d,
@@ -55,53 +52,22 @@ def _check_arguments(
         )
         _require(x.stride(3) == 1, f"{name}'s last dimension must be contiguous, its stride is {x.stride(3)}")
     _require(k.shape[2] == v.shape[2], f"k has {k.shape[2]} rows a request, v has {v.shape[2]}")
-    _require(
-        block_table.ndim == 2 and block_table.shape[0] == batch,
-        f"block_table must be [{batch}, max_pages], got {tuple(block_table.shape)}",
-    )
-    for name, x in (("start", start), ("count", count)):
-        _require(tuple(x.shape) == (batch,), f"{name} must be [{batch}], got {tuple(x.shape)}")
-    windows = (
-        ("sink_k", w.sink_k, layout.k_dim),
-        ("sink_v", w.sink_v, layout.v_dim),
-        ("ring_k", w.ring_k, layout.k_dim),
-        ("ring_v", w.ring_v, layout.v_dim),
-    )
-    for name, x, d in windows:
-        _require(
-            x.ndim == 4 and x.shape[1] == kv and x.shape[3] == d,
-            f"{name} must be [slots, {kv}, rows, {d}], got {tuple(x.shape)}",
-        )
-        _require(w.slots is not None or x.shape[0] >= batch, f"{name} has {x.shape[0]} slots for {batch} requests")
-    for name, x in (("v", v), *((name, x) for name, x, _ in windows)):
-        _require(x.dtype == dtype, f"{name} is {x.dtype}, k is {dtype}: rows and windows must have one dtype")
-    _require(
-        w.sink_k.shape[2] == w.sink_v.shape[2] and w.ring_k.shape[2] == w.ring_v.shape[2],
-        "K and V windows differ in rows",
-    )
+    _require(v.dtype == k.dtype, f"v is {v.dtype}, k is {k.dtype}: rows and windows must have one dtype")
+    check_requests(_require, batch, block_table, {"start": start, "count": count})
+    check_windows(_require, w, kv, layout, k.dtype)
+    windows = [w.sink_k, w.sink_v, w.ring_k, w.ring_v]
+    for x in windows if w.slots is None else ():
+        _require(x.shape[0] >= batch, f"windows have {x.shape[0]} slots for {batch} requests")
     _require(
         w.ring_k.shape[2] >= PAGE,
         f"the ring has {w.ring_k.shape[2]} rows: a page is written from its last {PAGE}, so it must have as many",
     )
-    for name, table, shape in (
-        ("k_centre", t.k_centre, (kv, layout.k_dim)),
-        ("v_centre", t.v_centre, (kv, layout.v_dim)),
-        ("k_rotation", t.k_rotation, (kv, layout.k_dim, layout.k_dim)),
-        ("v_rotation", t.v_rotation, (kv, layout.v_dim, layout.v_dim)),
-        ("upper", t.upper, (kv, layout.k_dim, layout.k_dim)),
-        ("diagonal", t.diagonal, (kv, layout.k_dim)),
-    ):
-        if table is not None:
-            _require(
-                tuple(table.shape) == shape and table.dtype == torch.float32 and table.is_contiguous(),
-                f"{name} must be contiguous float32 {shape}, got {table.dtype} {tuple(table.shape)}",
-            )
-            _require(table.device == k.device, f"{name} is on {table.device}, k on {k.device}")
+    tables = check_tables(_require, t, kv, layout)
     _require((t.upper is None) == (t.diagonal is None), "upper and diagonal come together or not at all")
-    for x in (block_table, start, count, *([] if w.slots is None else [w.slots])):
-        _require(x.dtype == torch.int32, "block_table, start, count and slots must be int32")
-    whole = [pages, block_table, start, count, *(x for _, x, _ in windows), *([] if w.slots is None else [w.slots])]
-    for x in (v, *whole):
+    integers = [block_table, start, count, *([] if w.slots is None else [w.slots])]
+    check_int32(_require, integers)
+    whole = [pages, *integers, *windows]
+    for x in (v, *whole, *tables):
         _require(x.device == k.device, "every tensor must be on k's device")
     for x in whole:
         _require(x.is_contiguous(), "every tensor but k and v must be contiguous")
